@@ -1,8 +1,9 @@
 """Exchanges of one fragment of the model at a time, which may stay in flight during later steps.
 
-For the mixer, a fragment is a whole message of a narrower layout: its columns are gathered before
-the exchange and scattered afterwards. Every mixer and wire can therefore be used, in 1/P of the
-memory for P fragments.
+A fragment is a set of columns of the flat parameters, whose rows are local nodes. For the mixer, a
+fragment is a whole message with fewer columns: they are gathered into a contiguous array before the
+exchange and scattered afterwards. Every mixer and wire can therefore be used. With P fragments,
+messages need 1/P of the memory.
 """
 
 from collections.abc import Sequence

@@ -119,7 +119,8 @@ class Engine:
         """Make one step from the gradients at x, and return its record.
 
         :param lr: learning rate
-        :param skipped: rows that make no local step, see :meth:`begin`
+        :param skipped: rows (indices of local nodes) that make no local step, because their
+            gradients overflowed, but take part in the exchange
         :param loss: loss of each row, (rows,); None: unknown
         :param gradient_norm: norm of the gradient of each row, (rows,); None: unknown
         """
@@ -135,7 +136,10 @@ class Engine:
         return self.record(now, loss, gradient_norm)
 
     def ahead(self) -> None:
-        """Begin the next step; if the algorithm can send before the gradient exists, send."""
+        """Begin the next step; if the algorithm can send before the gradient exists, send.
+
+        The cadence decides here whether the step is LOCAL, GOSSIP or GLOBAL.
+        """
         self.clock.begin()
         self._kind = self.cadence.kind(self.cadence_state, self.index - self.state_start)
         if self.method.ahead:
@@ -143,7 +147,11 @@ class Engine:
         self.clock.lap("exchange_s")
 
     def begin(self, lr: float, skipped: tuple[int, ...] = ()) -> Step:
-        """Begin a step; rows in ``skipped`` make no local step, but take part in the exchange."""
+        """Begin a step, unless :meth:`ahead` has begun it, and return its description.
+
+        :param lr: learning rate
+        :param skipped: rows that make no local step, but take part in the exchange
+        """
         if self._kind is None:
             self.ahead()
         self.mixed_distance = None
@@ -164,7 +172,11 @@ class Engine:
         self.states = self.group.on_shards(adapt)
 
     def gradient(self, slot: int) -> torch.Tensor | None:
-        """Return the gradient of a shard; None if the algorithm does not read it."""
+        """Return the flat gradients of a slot's shard, (rows, elements of the shard).
+
+        The result is None if the algorithm is ``raw``: its local step reads the ``.grad`` of the
+        parameters, and nothing else reads gradients.
+        """
         return None if self.method.raw else self.vector.g[slot]
 
     @property

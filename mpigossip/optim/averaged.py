@@ -23,10 +23,10 @@ from mpigossip.training.evaluate import average_buffers, average_into, norms, re
 
 @contextmanager
 def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -> Iterator[None]:
-    """Context manager in which model or twin is the average over nodes, with buffers. Collective.
+    """Return a context manager in which the model, or its twin, is the average; collective.
 
-    All values are restored afterwards. If a rank fails meanwhile, the block sees this node's values
-    instead of the average.
+    Parameters and floating-point buffers are averaged over nodes, and restored when the block ends.
+    If a rank fails while the average is computed, the block gets this node's values instead.
 
     :param node: node of this rank
     :param twin: module that is averaged instead of the model; None: the model
@@ -95,7 +95,8 @@ class Snapshot:
                 tensor.copy_(value)
             self.show()
             if self._twin is not None:
-                # a twin may share 16-bit parameters: restore them from the master weights
+                # A twin may share 16-bit parameters with the model: restore them from the master
+                # weights.
                 self._node.publish()
 
 
@@ -190,7 +191,7 @@ def distance(node: LoopNode) -> float:
 
 
 def _wait_ready(node: LoopNode, call: str) -> None:
-    """Wait for all nodes, with the parameters in the vector and no exchange in flight."""
+    """Move the parameters to the flat memory, and wait for all nodes and exchanges in flight."""
     node.check_not_paused(call)
     node.check()
     node.check_known()
@@ -201,7 +202,7 @@ def _wait_ready(node: LoopNode, call: str) -> None:
 
 @contextmanager
 def paused(node: LoopNode) -> Iterator[None]:
-    """Return a context manager in which others wait for this rank without a time limit.
+    """Return a context manager in which other ranks wait for this rank without a time limit.
 
     An asynchronous node continues to exchange in a thread; its model shows the result when the
     block ends. If MPI does not allow calls from threads, an asynchronous node sends nothing

@@ -27,10 +27,12 @@ class Wrapper(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """True, so that GradScaler calls step() after an overflow, too, as neighbours wait for it.
+        """True, which lets GradScaler call step() even if gradients overflowed.
 
-        For Lightning the value is False, because Lightning concludes from True that gradients can't
-        be clipped, even without a scaler. If Lightning has unscaled the gradients, step() does not.
+        Without this call, the neighbours would wait for this node's message. For Lightning the
+        value is False, because Lightning concludes from True that gradients can't be clipped, even
+        without a scaler. It then divides the gradients by the scale itself, and step() does not
+        divide them again.
         """
         asking = sys._getframe(1).f_globals.get("__name__", "")
         return asking.partition(".")[0] not in LIGHTNING

@@ -228,7 +228,30 @@ class Gossip(RunDirectoryMixin):
         return value
 
     def _step(self) -> None:
-        """Take one step of the algorithm: gradients, local step with exchange, new model."""
+        """Take one step of the algorithm: gradients, local step with exchange, new model.
+
+        The inner optimizer's step() is called at the end of a chain of calls. For dsgd, whose
+        message is the model after the local step, a step that exchanges runs through
+
+        1. this method, which calls :meth:`Engine.step` (engine/step.py). x, the flat parameters,
+           holds the model at which the gradients were computed. g, the flat gradients, is filled
+           from ``.grad`` unless the algorithm is ``raw`` (see :meth:`_take_gradients`);
+        2. `WholeExchange.send` (engine/whole.py), which asks the mixer for the outbox, and passes
+           x, g (None if ``raw``) and the outbox to the ``send`` of the algorithm;
+        3. ``send`` (algorithms/gossip.py), which passes them to `Local.adapt`;
+        4. `LoopNode._adapt` (optim/node.py), which is this function ``adapt``;
+        5. `local_step_from_optimizers` (optim/inner.py), which copies x to the outbox, binds the
+           parameters to the outbox and calls step() of the inner optimizer. The outbox then holds
+           the adapted model; x has not changed;
+        6. `WholeExchange.receive`, after the message has been sent. The ``receive`` of the
+           algorithm replaces x by the average of the messages of this node and its in-neighbours.
+
+        An algorithm that is ahead has already sent x at the end of the previous step, unless
+        overlap is "never", and takes its local step in ``receive``. A LOCAL step calls the
+        algorithm's ``local_update``, if it has one, which adapts x in place. With fragments,
+        engine/fragments.py replaces engine/whole.py. Finally, publish() copies x to the parameters
+        of 16-bit models.
+        """
         self._begin_step()
         lr, skipped = self._take_gradients()
         self.record = self.engine.step(lr, skipped)
@@ -236,7 +259,10 @@ class Gossip(RunDirectoryMixin):
         self._end_step()
 
     def _begin_step(self) -> None:
-        """Write the log of the previous step, and put all parameters into the vector."""
+        """Close the log of the previous step, and move all parameters to the flat memory.
+
+        :raises JobError: if parameters were changed while they were being sent
+        """
         node = self._node
         clock = self._ready_engine().clock
         if clock.counting:
@@ -245,20 +271,28 @@ class Gossip(RunDirectoryMixin):
             with clock.uncounted():
                 open_log(self._run)
                 self._run.close_step()
-        node.check()  # this may replace the engine
+        # If parameters were thawed, this replaces the engine and its clock; the time above belongs
+        # to the old one.
+        node.check()
         node.edits.end()
 
     def _take_gradients(self) -> tuple[float, tuple[int, ...]]:
-        """Put the gradients into the vector, if the algorithm reads them there.
+        """Prepare the gradients, and copy them to the flat gradients g if the algorithm reads g.
 
-        :returns: the learning rate, and the rows of the vector that skip the local step: (0,) if
-            gradients overflowed, otherwise ()
+        An algorithm is ``raw`` if nothing but the inner optimizer reads gradients, which it takes
+        from ``.grad``; g is then not used.
+
+        :returns: the learning rate of the first group, and the rows that skip the local step. A
+            row is the index of a local node in x and g. A rank of a loop has one node only, so that
+            this is (0,) if gradients overflowed, otherwise ()
         """
         node = self._node
         self._stale.check(node.vector.rows[0], self._world.rank)
         skipped = unscaled(self, node.engine, node.vector)
         lr = learning_rate(self._job.algorithm.name, self._inner, self.steps)
         node.gather()
+        # The algorithm reads g, so that an overflow would reach the neighbours with its message. If
+        # the algorithm is raw, the optimizer is not called, and nothing reads the gradients.
         if skipped and not node.engine.method.raw:
             node.vector.g[0].zero_()
         self._stale.mark_used()
@@ -274,7 +308,10 @@ class Gossip(RunDirectoryMixin):
         self._node.send_early()
 
     def _ready_engine(self) -> Engine:
-        """Return the engine, laid out and with any loaded state restored."""
+        """Return the engine; create it at the first call, and restore a state that was loaded.
+
+        :raises JobError: if this Gossip is closed, or if it is called in a forked process
+        """
         if self._node.closed:
             raise JobError(
                 "this Gossip is closed, because its world is closed: call it inside the block "
@@ -288,7 +325,11 @@ class Gossip(RunDirectoryMixin):
         return self._resumed()
 
     def _resumed(self) -> Engine:
-        """Lay out the engine at the first step, restore any loaded state, and return it."""
+        """Create the flat memory and the engine if there is none; restore a state that was loaded.
+
+        Return the engine. The constructor does not create it, because a program may still move or
+        convert its model before the first step.
+        """
         first = not self._node.laid_out
         starts = first or self._loaded is not None
         if starts and self.mixer.synchronous:
@@ -319,9 +360,10 @@ class Gossip(RunDirectoryMixin):
         return self.engine.index if self._node.laid_out else 0
 
     def surviving(self) -> AbstractContextManager[None]:
-        """Return a context manager for your own collective calls, which a rank failure exits.
+        """Return a context manager for collective calls that the program itself makes.
 
-        The next call of :meth:`step` then continues without the failed rank.
+        If a rank fails inside the block, the block ends without an error, and the next call of
+        :meth:`step` continues without the failed rank.
         """
         return self._node.catch_failure()
 
@@ -332,7 +374,7 @@ class Gossip(RunDirectoryMixin):
 
     @property
     def mixer(self) -> Mixer:
-        """Communication backend between nodes."""
+        """Object that exchanges messages between nodes and averages them."""
         return self._node.mixer
 
     @property
@@ -384,7 +426,10 @@ class Gossip(RunDirectoryMixin):
     # -- all nodes ---------------------------------------------------------------------
 
     def average(self) -> None:
-        """Exchange without a step, while waiting for others (asynchronous mixers)."""
+        """Exchange without a local step, for a node that waits, with an asynchronous mixer.
+
+        Call it repeatedly while the program waits; the node then continues to average with others.
+        """
         self._ready_engine()
         self._node.average()
 

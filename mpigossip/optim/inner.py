@@ -37,12 +37,16 @@ def local_step_from_optimizers(
     optimizers: Sequence[torch.optim.Optimizer],
     guard: AbstractContextManager | None = None,
 ) -> Local:
-    """Return a local step that calls each row's own optimizer, which keeps its state.
+    """Return a local step that calls step() of a torch optimizer for each local node.
 
-    The optimizer steps while its parameters are views of ``out``, the outbox, so that x is not
-    changed and nothing is copied.
+    Its ``adapt`` copies x to ``out``, which is the outbox or x itself. Then the optimizer steps
+    while its parameters are views of ``out``, so that x is not changed and the result need not be
+    copied to the outbox. The optimizer keeps its own state, such as momentum.
 
-    :param vector: flat parameters
+    The step is ``raw``: if the algorithm does not pass g, because no other function reads it, the
+    optimizer takes the gradients from the ``.grad`` of the parameters.
+
+    :param vector: flat parameters of the local nodes; each row of its arrays is one node
     :param optimizers: optimizer of each row
     :param guard: context manager inside which the optimizers may step; None: no guard
     """
@@ -159,7 +163,12 @@ def fill_missing(
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise JobError unless the optimizer moves this model's parameters, by a usable step."""
+    """Check that Gossip can use the optimizer as the local step of the model.
+
+    :raises JobError: if the optimizer has none of the model's parameters, or parameters that are
+        not in the model; if it is LBFGS, needs a closure or is differentiable; or if it is a Gossip
+        already
+    """
     in_model = {id(p) for p in model.parameters()}
     moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not in_model & moved:
@@ -217,7 +226,7 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 def check_group(known: Container[int], group: dict[str, Any]) -> None:
     """Check a parameter group that is added after Gossip was created.
 
-    :param known: ids of the parameters that the model had then
+    :param known: ids of the parameters that the model had when Gossip was created
     :param group: the parameter group; its parameters become a list
     :raises JobError: if a parameter is not known
     """
@@ -265,7 +274,12 @@ def check_method(parts: JobParts, optimizer: torch.optim.Optimizer) -> None:
 
 
 def decay(vector: ModuleParameters, optimizer: torch.optim.Optimizer, row: int = 0) -> None:
-    """Add SGD's weight decay to the gradients of node ``row`` in the vector."""
+    """Add SGD's weight decay, weight_decay · x, to the flat gradients of one local node.
+
+    :param vector: flat parameters x and gradients g
+    :param optimizer: optimizer whose groups contain ``weight_decay``
+    :param row: row of the node in x and g
+    """
     index_of = {id(p): k for k, p in enumerate(vector.rows[row])}
     x = vector.cut(vector.x[0][row])
     g = vector.cut(vector.g[0][row])
@@ -303,7 +317,16 @@ def learning_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) 
 
 
 def unscaled(optimizer: Wrapper, engine: Engine, vector: ModuleParameters) -> tuple[int, ...]:
-    """Divide the gradients by GradScaler's scale; return (0,) if they have overflowed."""
+    """Divide the gradients by the scale of torch's GradScaler, unless they have overflowed.
+
+    GradScaler.step() sets two attributes of the optimizer before it calls step(): ``found_inf``, a
+    tensor that is > 0 if any gradient is infinite or NaN, and ``grad_scale``, the scale that
+    :meth:`Wrapper.unscale` reads (None if the program has already divided the gradients by it).
+    Without a scaler, the attributes are missing.
+
+    :returns: the rows that skip the local step: (0,), the only node of a loop, if gradients have
+        overflowed; otherwise ()
+    """
     found_inf = getattr(optimizer, "found_inf", None)
     vector.inverse = None
     if found_inf is None:

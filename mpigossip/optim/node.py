@@ -58,7 +58,8 @@ THAWED = "the step() at which parameters were thawed"
 class LoopNode:
     """The node of a rank in a custom loop; it implements :class:`mpigossip.runs.node.Node`.
 
-    The first step lays out the vector; until then the model may move to another device and change.
+    The first step creates the flat parameters. Until then, the program may convert the model or
+    move it to another device.
     """
 
     vector: ModuleParameters
@@ -145,10 +146,11 @@ class LoopNode:
     def _adapt(
         self, x: torch.Tensor, g: torch.Tensor | None, state: Any, step: Step, out: torch.Tensor
     ) -> Any:
-        """Take the step of the torch optimizers; :class:`Local` explains the parameters.
+        """Take the step of the torch optimizer; :class:`Local` explains the parameters.
 
-        The mixer opens before the vector is laid out, so this method reads ``self.local`` only when
-        a step is taken.
+        The algorithm, and with it the mixer, needs a local step before the flat parameters exist,
+        on which the real local step depends. This method therefore stands for it, and reads
+        ``self.local`` only when a step is taken.
         """
         return self.local.adapt(x, g, state, step, out)
 
@@ -214,7 +216,7 @@ class LoopNode:
         self.engine.restore_counters(numbers)
 
     def lay_out(self) -> None:
-        """Create the vector over the model as it is now, and the engine; collective."""
+        """Create the engine, and the flat parameters of the model as it is now; collective."""
         wrappers.check_late(self.model, self.world)
         facts = self._facts
         self._facts = initial_sync.layout(self.model)
@@ -260,9 +262,11 @@ class LoopNode:
             self.edits.end()
 
     def lay_out_again(self, names: list[str]) -> None:
-        """Lay out the vector again, with thawed parameters; collective.
+        """Create the flat parameters again, with those that require gradients now; collective.
 
-        The state that the algorithm keeps is initialized again.
+        The state of the algorithm is initialized again.
+
+        :param names: names of the parameters that were frozen before
         """
         before = self.engine
         drops = bool(self.engine.parts())
@@ -327,7 +331,10 @@ class LoopNode:
         return {}
 
     def check(self) -> None:
-        """Put all trained parameters into the vector; collective if parameters were thawed.
+        """Move all trained parameters to the flat memory, for example after a call of model.to().
+
+        If parameters that were frozen require gradients now, the call is collective and replaces
+        the flat memory and the engine.
 
         :raises JobError: if parameters were changed while they were in flight
         """
@@ -361,10 +368,13 @@ class LoopNode:
             )
 
     def gather(self) -> None:
-        """Gather gradients, with SGD's weight decay, if the algorithm reads them.
+        """Copy the gradients to the flat gradients g, unless the algorithm is ``raw``.
 
-        :raises JobError: if the algorithm would move parameters that were frozen after the vector
-            was laid out
+        The optimizer of a raw algorithm reads ``.grad``. If the algorithm replaces the local step,
+        SGD's weight decay is added to g.
+
+        :raises JobError: if the algorithm would move parameters that were frozen after the first
+            step
         """
         name = self.job.algorithm.name
         if not self.engine.method.raw:
@@ -405,7 +415,7 @@ class LoopNode:
             self._reject_edits_of_kept_model()
 
     def collect_edits(self) -> None:
-        """Put edited and moved parameters into the vector, before an exchange without a step.
+        """Move edited parameters to the flat memory, before an exchange without a step.
 
         :raises JobError: if the step would reject the edits
         """
