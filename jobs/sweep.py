@@ -3,8 +3,9 @@
     python sweep.py digits graph.name=ring,exponential run.seed=0,1 >sweep.txt
     sbatch --array=1-4 --nodes=4 --time=2:00:00 sweep.sbatch digits sweep.txt
 
-Values stand between commas; each line is checked to make a job. Line k trains in runs/JOB-k, and
-`mpigossip report runs/JOB-* --html OUT.html` compares them. Without a scheduler: `mpigossip study`.
+Separate the values of a setting by commas; each combination must be a valid job. Line k trains in
+runs/JOB-k, and `mpigossip report runs/JOB-* --html OUT.html` compares them. Without a scheduler,
+use `mpigossip study`.
 """
 
 import argparse

@@ -25,7 +25,7 @@ POLL_S = 2.0
 
 
 class NoModel(StoreError):
-    """There is no undamaged model with which a member could start."""
+    """Error if there is no undamaged model with which a member could start."""
 
 
 class StopRequested(Exception):

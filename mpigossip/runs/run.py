@@ -132,7 +132,7 @@ class Run:
 
     @property
     def begun(self) -> bool:
-        """True after the log was opened."""
+        """Return whether the log has been opened."""
         return self.state is not State.READY
 
     @property

@@ -50,9 +50,11 @@ class Theory(ABC):
 
     @abstractmethod
     def function(self, point: Tensor, batch: Nested) -> tuple[Tensor, Tensor, Tensor]:
-        """Return value, gradient, (P,), and squared distance to the optimum at a point, (P,).
+        """Return the value, the gradient, and the squared distance to the optimum at a point.
 
-        :param point: point x at which the function is evaluated
+        The value and the distance are scalars; the gradient has shape (P,) for P parameters.
+
+        :param point: point x at which the function is evaluated, of shape (P,)
         :param batch: data that define the function
         """
 
