@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from mpigossip import algorithms, config, graphs, models
 from mpigossip.algorithms import cadence as cadences
@@ -138,7 +139,7 @@ def make_model(job: Job, data: JobData, counted: bool = False) -> torch.nn.Modul
     )
 
 
-def lay_out(job: Job, module: torch.nn.Module, slots: int) -> ParameterLayout:
+def lay_out(job: Job, module: nn.Module, slots: int) -> ParameterLayout:
     """Return the positions of the model's parameters in the flat parameters of a node."""
     decayed = None if job.algorithm.decay_all else models.decayed(module)
     return flatten(module, slots if job.node.shard else 1, decayed)
@@ -199,7 +200,7 @@ def resolve_cuda_graphs(setting: str, eager: bool) -> str:
 
 def make_replicas(
     job: Job,
-    module: torch.nn.Module,
+    module: nn.Module,
     flat: ParameterLayout,
     rows: int,
     group: Group,
@@ -213,8 +214,22 @@ def make_replicas(
     )
     if node.compile:
         for replica in (replica for row in replicas.modules for replica in row):
-            replica.compile()
+            _compile(replica)
     return replicas
+
+
+def _compile(module: nn.Module) -> None:
+    """Let calls of a module go through torch.compile.
+
+    ``module.compile()`` has no effect on modules whose class inherits ``forward`` from torch.nn,
+    for example ``nn.Sequential`` (pytorch/pytorch issue 150915, seen with torch 2.13). As with that
+    method, copies of the module are not compiled.
+    """
+
+    def call(*inputs, **options):
+        return module._call_impl(*inputs, **options)
+
+    module._compiled_call_impl = torch.compile(call)
 
 
 def assemble(job: Job, world: World, n: int) -> Assembly:

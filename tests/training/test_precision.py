@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from mpigossip.groups.threads import ThreadGroup
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.runs import launch
 from mpigossip.store import checkpoint
-from mpigossip.training import assemble, capture, precision, replicas
+from mpigossip.training import assemble, capture, evaluate, precision, replicas
 from tests.cases import on_each
 
 
@@ -385,12 +386,24 @@ def test_replayed_replicas_give_the_results_of_threads(monkeypatch, settings):
         assert torch.equal(one, other)
 
 
-def test_compile_passes_the_replicas_through_torch_compile(monkeypatch):
+def test_compiled_replicas_are_traced_and_their_copies_are_not(monkeypatch):
     compiled = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
-    assembly = assemble.assemble(job("node.compile=true", "node.devices=cpu:2"), SingleProcess(), 2)
-    expected = [id(module) for row in assembly.trainer.replicas.modules for module in row]
-    assert [id(module) for module in compiled] == expected
+
+    def backend(graph, example_inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    settings = ["node.compile=true", "node.devices=cpu:2"]
+    assembly = assemble.assemble(job(*settings, model="mlp"), SingleProcess(), 2)
+    assembly.trainer.step()
+    assert compiled
+    traced = len(compiled)
+    trainer = assembly.trainer
+    averaged = evaluate.averaged_model(trainer.replicas, trainer.mixer)
+    averaged(torch.zeros(2, 1, 8, 8))
+    assert len(compiled) == traced
     assembly.close()
 
 

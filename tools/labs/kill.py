@@ -3,7 +3,7 @@
     python tools/labs/kill.py checkpoints [--count 200]   a rank dies while it writes checkpoints
     python tools/labs/kill.py start [--count 50]          a rank dies before, in or after MPI_Init
     python tools/labs/kill.py signals [--signals STOP]    a rank gets SIGKILL, SIGSTOP or SIGTERM in
-                                                          the start, training, a checkpoint, the end
+                                                          one of PHASES
     python tools/labs/kill.py start --tolerant            … with Open MPI's --with-ft ulfm
     python tools/labs/kill.py ranks [--count 50]          a rank dies in training, others continue;
                                                           --losses 2, --victim 0, or each rank on a
@@ -60,6 +60,10 @@ TINY = [
     *("model.name=mlp", "model.hidden=[256]", "data.batch=8", "data.workers=0", "run.epochs=1000"),
     *("run.evaluate_every=0", "log.flush_steps=1000", "checkpoint.every_steps=1"),
 ]
+SIGNALLED = [*TINY[:5], "run.evaluate_every=1", *TINY[6:]]
+"""Settings of runs in which a rank gets a signal: those of TINY, with evaluations."""
+PHASES = ("start", "compile", "exchange", "evaluation", "checkpoint", "end")
+"""Phases of a run in which a rank gets a signal, in turn."""
 DIGITS = [
     "model.name=mlp",  # It takes a fifth of LeNet's time.
     *("data.batch=16", "run.survive=true", "log.flush_steps=20", "node.timeout_s=20"),
@@ -244,60 +248,132 @@ def signals(options, top: Path, draw: random.Random) -> Iterator[Series]:
 
     The phase of the run in which this happens alternates. After SIGSTOP, the other ranks have two
     time limits of at least 10 s, because they may wait in two collective calls. After SIGTERM, the
-    exit code has to be 75, or 0 if the run was at its end.
+    exit code has to be 75, or 0 if the run was at its end. Afterwards, an interrupted run is
+    resumed for a few steps; its digest has to be that of a run that was never interrupted.
     """
     ranks = options.nodes[0]
     for name in options.signals:
-        number = getattr(signal, f"SIG{name}")
         series = Series(f"SIG{name}, {ranks} ranks")
         ends = Counter[str]()
         waits = []
         for at in range(options.count or 20):
-            phase = ("start", "training", "checkpoint", "end")[at % 4]
+            phase = PHASES[at % len(PHASES)]
             folder = top / f"{name}-{at}"
             chosen = draw.randrange(ranks)
-            steps = "run.steps=400" if phase == "end" else "run.steps=100000"
-            settings = [*TINY, steps, f"node.timeout_s={STARTS_S:g}", "run.evaluate_every=1"]
-            with (
-                series.run(f"{folder}, rank {chosen}, {phase}", 1),
-                launched(ranks, job(folder, settings)) as run,
-            ):
-                wait(lambda: len(run.ranks()) == ranks, START_S, run)  # noqa: B023
-                if phase == "training":
-                    wait(lambda: last(folder) > 0, START_S, run)  # noqa: B023
-                elif phase == "checkpoint":
-                    wait(lambda: last(folder) > 0, START_S, run)  # noqa: B023
-                    wait(lambda: any(folder.glob("checkpoints/*.writing")), 30, run)  # noqa: B023
-                elif phase == "end":
-                    wait(lambda: last(folder) >= 395, START_S, run)  # noqa: B023
-                time.sleep(draw.random() * (BEGUN_S if phase == "start" else 0.2))
-                if run.process.poll() is not None:
-                    ends[f"{phase}, over before"] += 1
-                    continue
-                began = time.monotonic()
-                with contextlib.suppress(ProcessLookupError, IndexError):
-                    os.kill(run.ranks()[chosen], number)
-                while run.process.poll() is None:
-                    if time.monotonic() > began + 2 * max(STARTS_S, 10) + 30:
-                        stuck(f"no end within {2 * max(STARTS_S, 10) + 30:g} s", run)
-                    time.sleep(0.01)
-                waits.append(time.monotonic() - began)
-                code = run.process.returncode
-                newest = checkpoint.latest(folder)
-                named = re.search(rf"rank {chosen}\b", run.output()[1]) is not None
-                ends[f"{phase}, code {code}{', named' if named else ''}"] += 1
-                print(
-                    f"SIG{name}, rank {chosen}, {phase}: code {code}, {waits[-1]:.1f} s", flush=True
-                )
-                assert newest is None or not checkpoint.verify(newest), "a damaged checkpoint"
-                assert phase == "start" or newest is not None, "no checkpoint"
-                if name == "TERM" and phase != "start":
-                    assert code in (75, 0), f"code {code}: {run.output()[1][-900:]}"
-                if name == "STOP" and code:
-                    assert named, f"rank {chosen} is not named: {run.output()[1][-900:]}"
+            with series.run(f"{folder}, rank {chosen}, {phase}", 1):
+                end, seconds = interrupted(folder, name, phase, ranks, chosen, draw)
+                ends[f"{phase}: {end}"] += 1
+                print(f"SIG{name}, rank {chosen}, {phase}: {end}, {seconds:.1f} s", flush=True)
+                waits.append(seconds)
+                resumed(folder, ranks, ["node.compile=true"] * (phase == "compile"))
+            shutil.rmtree(folder, ignore_errors=True)
         series.facts |= ends
         series.seconds("from signal to end", waits)
         yield series
+
+
+def interrupted(
+    folder: Path, name: str, phase: str, ranks: int, chosen: int, draw: random.Random
+) -> tuple[str, float]:
+    """Send a signal to one rank in a phase of a run.
+
+    Return how the run ended, and the seconds from the signal to the end.
+    """
+    steps = 400 if phase == "end" else 100000
+    settings = [*SIGNALLED, f"run.steps={steps}", f"node.timeout_s={STARTS_S:g}"]
+    env = {}
+    if phase == "compile":
+        settings.append("node.compile=true")
+        # A cache of this run's own, so that there is something to compile.
+        env["TORCHINDUCTOR_CACHE_DIR"] = str(folder.with_name(f"{folder.name}-cache"))
+    mark = {"exchange": "x", "evaluation": "e"}.get(phase)
+    if mark:
+        settings.append('log.hooks=["victim:Victim"]')
+        env |= {
+            "VICTIMS": f"{chosen}@{draw.randrange(20, 60)}{mark}",
+            "VICTIM_SIGNAL": name,
+            "PYTHONPATH": os.pathsep.join([str(REPO / "tests"), *sys.path[:1]]),
+        }
+    with launched(ranks, job(folder, settings), **env) as run:
+        wait(lambda: len(run.ranks()) == ranks, START_S, run)
+        if mark:
+            wait(lambda: "a victim dies in" in run.output()[1], START_S, run)
+        elif phase == "compile":
+            wait(lambda: compilers(run.ranks()[chosen]), START_S, run)
+        elif phase == "checkpoint":
+            wait(lambda: last(folder) > 0, START_S, run)
+            wait(lambda: any(folder.glob("checkpoints/*.writing")), 30, run)
+        elif phase == "end":
+            wait(lambda: last(folder) >= 395, START_S, run)
+        if not mark:
+            time.sleep(draw.random() * (BEGUN_S if phase == "start" else 0.2))
+        if run.process.poll() is not None:
+            return "over before", 0.0
+        began = time.monotonic()
+        if not mark:
+            with contextlib.suppress(ProcessLookupError, IndexError):
+                os.kill(run.ranks()[chosen], getattr(signal, f"SIG{name}"))
+        limit_s = 2 * max(STARTS_S, 10) + 30
+        while run.process.poll() is None:
+            if time.monotonic() > began + limit_s:
+                stuck(f"no end within {limit_s:g} s", run)
+            time.sleep(0.01)
+        seconds = time.monotonic() - began
+        code = run.process.returncode
+        errors = run.output()[1]
+    newest = checkpoint.latest(folder)
+    assert newest is None or not checkpoint.verify(newest), "a damaged checkpoint"
+    early = phase in ("start", "compile")
+    assert early or newest is not None, "no checkpoint"
+    if name == "TERM" and not early:
+        assert code in (75, 0), f"code {code}: {errors[-900:]}"
+    named = re.search(rf"rank {chosen}\b|MPI_Init: (\d, )*{chosen} on", errors) is not None
+    if name == "STOP" and code:
+        assert named, f"rank {chosen} is not named: {errors[-900:]}"
+    return f"code {code}{', named' if named else ''}", seconds
+
+
+def compilers(rank: int) -> bool:
+    """Return whether a compiler runs below the process of a rank."""
+    parents: dict[int, int] = {}
+    names: dict[int, str] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            text = path.read_text()
+            fields = text.rpartition(")")[2].split()
+            pid = int(path.parent.name)
+            parents[pid] = int(fields[1])
+            names[pid] = text[text.index("(") + 1 : text.rindex(")")]
+    for pid, program in names.items():
+        if program.startswith(("cc1plus", "g++", "c++", "clang")):
+            while pid in parents and pid != rank:
+                pid = parents[pid]
+            if pid == rank:
+                return True
+    return False
+
+
+def resumed(folder: Path, ranks: int, settings: Sequence[str]) -> None:
+    """Resume an interrupted run for a few steps, and compare its digest with that of a whole run.
+
+    Nothing happens if the run has no checkpoint.
+
+    :param settings: settings of the run beside SIGNALLED on which its digest depends
+    """
+    newest = checkpoint.latest(folder)
+    if newest is None:
+        return
+    steps = f"run.steps={checkpoint.read_manifest(newest).step + 5}"
+    whole = folder.with_name(f"{folder.name}-whole")
+    digests = []
+    for words in (
+        ["mpigossip", "resume", folder, steps, "log.hooks=[]"],
+        [*job(whole, [*SIGNALLED, *settings]), steps, "checkpoint.every_steps=0"],
+    ):
+        output = launch.mpirun(ranks, words, START_S, REPO).stdout
+        digests += re.findall(r"digest +([0-9a-f]{64})", output)
+    shutil.rmtree(whole, ignore_errors=True)
+    assert len(digests) == 2 and digests[0] == digests[1], f"digests {digests}, {steps}"
 
 
 # -- in a given part of a run ----------------------------------------------------------------------
