@@ -29,7 +29,7 @@ from mpigossip.mixing.device.memory import (
     create,
     device_context,
     flush_rdma_writes,
-    ordinary,
+    message_memory,
     private,
 )
 from mpigossip.mixing.notifications import all_ranks, wait_all
@@ -383,7 +383,7 @@ class Proof:
         wait_all(dict(enumerate(requests)), self._timeout_s, late, all_ranks)
 
     def _allocate(self, slot: int, device: torch.device) -> None:
-        allocate = private if self._way == "windows" else ordinary
+        allocate = private if self._way == "windows" else message_memory
         self._memory.append(allocate(2 * PROBE, device))
         self._memory[slot][:PROBE].fill_(_pattern(self.comm.rank, slot))
         if device.type == "cuda":
