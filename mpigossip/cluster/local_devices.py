@@ -27,7 +27,7 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 """Variables by which launchers assign some of the host's GPUs to a rank."""
 
 _ranks_have_own_gpus = False
-"""Whether each rank sees GPUs that no other rank of its host sees; known when MPI runs."""
+"""True if each rank sees GPUs that no other rank of its host sees; known when MPI runs."""
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
