@@ -27,7 +27,12 @@ FEWER = {
 }
 # Each runs in a separate process: they start MPI, or adapt to the machine.
 APART = {"doctor", "bench", "plan", "train"}
-PLACES = {"SITE": "generic-slurm", "PATH": "images", "RUN_DIR": "runs/digits", "RUN": "runs/digits"}
+PLACES = {
+    "SITE": "generic-slurm --gpus 4",
+    "PATH": "images",
+    "RUN_DIR": "runs/digits",
+    "RUN": "runs/digits",
+}
 
 
 def text(name):

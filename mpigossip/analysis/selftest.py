@@ -19,7 +19,12 @@ from mpigossip.cluster.ranks import World
 from mpigossip.config.errors import Failure, UserError
 from mpigossip.config.readable import pluralize
 from mpigossip.graphs import Graph, graph
-from mpigossip.mixing.device.proof import reported_gpu_support
+from mpigossip.mixing.device.proof import (
+    open_mpi_pml,
+    reported_gpu_support,
+    ucx_is_threaded,
+    ucx_version,
+)
 from mpigossip.mixing.transports import probe
 
 REPEATS = 5
@@ -114,7 +119,7 @@ def sums(world: World, slots: Sequence[str], timeout_s: float) -> Finding:
 
 
 def library(world: World) -> Finding:
-    """Report the MPI library, its thread level, and the number of ranks."""
+    """Report the MPI library, its thread level, its way to send, and the number of ranks."""
     name = " ".join(MPI.Get_library_version().split("\n")[0].split())[:80].strip("\0 ")
     level = next(
         name_of_level
@@ -122,8 +127,22 @@ def library(world: World) -> Finding:
         if getattr(MPI, f"THREAD_{name_of_level}") == MPI.Query_thread()
     )
     text = f"{name}, MPI {'.'.join(map(str, MPI.Get_version()))}, thread level {level}, "
+    pml, ucx = open_mpi_pml(), ".".join(map(str, ucx_version()))
+    threaded = ucx_is_threaded()
+    if pml:
+        text += f"messages by its component {pml}, "
+    if ucx:
+        support = {None: "unknown", True: "yes", False: "no"}[threaded]
+        text += f"UCX {ucx} (THREAD_MULTIPLE: {support}), "
     text += pluralize(world.size, "rank")
     data = {"library": name, "thread_level": level, "size": world.size}
+    data |= {"pml": pml, "ucx": ucx, "ucx_threads": threaded}
+    if pml and pml != "ucx" and threaded is False:
+        remedy = (
+            f"UCX {ucx} was built without --enable-mt, so Open MPI uses {pml} in its place, which "
+            "sends over TCP between hosts: load a UCX built with --enable-mt (ucx_info -v shows it)"
+        )
+        return Finding("mpi", text, "note", remedy, data)
     if level != "MULTIPLE":
         remedy = (
             "without MULTIPLE there is no progress thread: exchanges do not overlap with "

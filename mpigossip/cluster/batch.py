@@ -72,6 +72,11 @@ class Site:
 
     Each rank sees all GPUs of its host.
     """
+    launcher_gpu: Line = ""
+    """Command that starts one rank per GPU; empty: `launcher_multi`, whose variables it may use.
+
+    It binds rank i of a host to the cores next to GPU i.
+    """
     examples_use: Literal["node", "gpu"] = "node"
     """Unit that the centre's own examples start one rank for: a host or a GPU."""
     gpus: Count = 0
@@ -200,9 +205,7 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, request: Ba
         "environment": "\n".join(_environment(site, request)),
         "ranks": str(request.ranks),
         "shape": _shape(site, request),
-        "launcher": _quote_command(
-            request.launcher or (site.launcher_multi if request.ranks > 1 else site.launcher)
-        ),
+        "launcher": _quote_command(request.launcher or _launcher(site, request.ranks)),
         "arguments": shlex.join([job, *settings]),
         "run": shlex.quote(str(run)),
         "wrong": str(WRONG),
@@ -214,6 +217,22 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, request: Ba
     # Use a single pass, so that inserted text is not substituted again.
     filled = re.sub(r"@([a-z]+)@", lambda match: values[match[1]], text)
     return re.sub(r"\n{3,}", "\n\n", filled)
+
+
+def assigns_gpus(site: Site) -> bool:
+    """Return whether a job of this site gets GPUs: only Slurm assigns none without a request."""
+    return site.scheduler != "slurm" or site.gpus > 0 or _names_gpus(site)
+
+
+def _names_gpus(site: Site) -> bool:
+    return any("gpu" in directive for directive in site.directives)
+
+
+def _launcher(site: Site, ranks: int) -> str:
+    """Return the site's command that starts ``ranks`` ranks on each host."""
+    if ranks == 1:
+        return site.launcher
+    return (site.launcher_gpu if ranks == site.gpus else "") or site.launcher_multi
 
 
 def _shape(site: Site, request: BatchRequest) -> str:
@@ -259,6 +278,8 @@ def _directives(site: Site, request: BatchRequest) -> list[str]:
     for option, form in OPTIONS[site.scheduler].items():
         if (value := getattr(request, option)) is not None:
             lines.append(f"{prefix} {form.format(value)}")
+    if site.scheduler == "slurm" and site.gpus and not _names_gpus(site):
+        lines.append(f"{prefix} --gpus-per-node={site.gpus}")
     if site.scheduler == "slurm" and request.seconds >= EARLY_FROM_S:
         lines.append(f"{prefix} --signal=USR2@{EARLY_S}")
     return lines

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mpigossip.cluster import process, uncaught
+from mpigossip.cluster import local_devices, process, uncaught
 from mpigossip.cluster.agreement import Communicator, with_timeout
 from mpigossip.cluster.deadline import (
     Deadline,
@@ -92,7 +92,10 @@ class World(Communicator):
             sys.excepthook = self._uncaught
             threading.excepthook = self._uncaught_in_thread
         own_comm = with_timeout(comm, timeout_s).Dup()
-        super().__init__(own_comm.plain, tuple(own_comm.allgather(host)), timeout_s)
+        described = own_comm.allgather((host, local_devices.seen_gpus()))
+        hosts, gpus_by_rank = zip(*described, strict=True)
+        local_devices.compare_gpus(hosts, gpus_by_rank)
+        super().__init__(own_comm.plain, hosts, timeout_s)
         self.launched = bool(launcher_ranks(os.environ))
         self.fault_tolerant = fault_tolerant(MPI.Get_library_version(), os.environ)
         self.original_ranks = tuple(range(self.size))

@@ -91,7 +91,7 @@ class FragmentExchange:
             x = self._gather(engine.vector.x[k], columns)
             state = self._gather_state(self._needs, engine.states[k], columns)
             state = self.fragments.exchanges[k].send(x, None, state, out[k], step)
-            check_message(engine, k, out[k], columns)
+            check_message(engine, k, out[k], columns, now)
             if "keeps-x" in engine.method.needs:
                 _scatter(x, engine.vector.x[k], columns)
             return FragmentArrays(x, state)

@@ -9,10 +9,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from mpigossip.algorithms.base import Step
 from mpigossip.config.errors import NonFiniteError
 from mpigossip.groups.base import Group
 from mpigossip.mixing.base import ExchangeKind, Mixer
@@ -195,27 +197,47 @@ class Clock:
 
 
 def check_message(
-    engine: Any, segment: int, out: Sequence[torch.Tensor], columns: Sequence[slice]
+    engine: Any, segment: int, out: Sequence[torch.Tensor], columns: Sequence[slice], now: Step
 ) -> None:
     """Raise NonFiniteError if the message of a segment contains NaN or infinite values.
+
+    If the progress thread sends the message from a GPU, the thread makes the check when the GPU has
+    filled the outbox, so that this call does not wait. The error then comes from the mixer's
+    ``finish``. In both cases, nothing is sent.
 
     :param engine: engine that is about to send
     :param segment: number of the segment
     :param out: outbox of the segment
     :param columns: columns of the segment's x that are adjacent in the message
+    :param now: step that sends the message
+    :raises NonFiniteError: if there are such values; the message names their node and parameter
     """
     # Test the sum first, which needs one pass. It may overflow, so look at the elements only then.
     vectors = out[: engine.method.vectors]
     if not vectors:
         return
-    totals = torch.stack([part.sum() for part in vectors]).cpu()  # the only wait for a GPU
+    totals = torch.stack([part.sum() for part in vectors])
+    check = partial(_check_totals, engine, engine.index, segment, vectors, columns)
+    if not engine.mixer.check_later(now.kind, now.round, segment, totals, check):
+        check(totals.cpu())  # the only wait for a GPU
+
+
+def _check_totals(
+    engine: Any,
+    step: int,
+    segment: int,
+    vectors: Sequence[torch.Tensor],
+    columns: Sequence[slice],
+    totals: torch.Tensor,
+) -> None:
+    """Raise NonFiniteError if a vector, whose sum is in ``totals``, has non-finite elements."""
     for part, total in zip(vectors, totals.tolist(), strict=True):
         if math.isfinite(total):
             continue
         for node, row in zip(engine.mixer.local_nodes, part, strict=True):
             if len(invalid := row.isfinite().logical_not().nonzero()):
                 raise NonFiniteError(
-                    f"step {engine.index}: {len(invalid):,} values that node {node} was about to "
+                    f"step {step}: {len(invalid):,} values that node {node} was about to "
                     "send are NaN or infinite, the first in "
                     f"{_parameter(engine.vector, segment, columns, int(invalid[0]))}; they "
                     "were not sent. The cause may be its data, its gradients or a learning rate "

@@ -46,7 +46,7 @@ class WholeExchange:
         def send(slot: int):
             g = None if engine.method.ahead else engine.gradient(slot)
             state = engine.methods[slot].send(x[slot], g, engine.states[slot], out[slot], now)
-            check_message(engine, slot, out[slot], [slice(0, x[slot].shape[1])])
+            check_message(engine, slot, out[slot], [slice(0, x[slot].shape[1])], now)
             return state
 
         engine.states = engine.group.on_shards(send)

@@ -1,6 +1,6 @@
 """Interface of a mixer, the communication backend between nodes, and the layout of a message."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -218,6 +218,26 @@ class Mixer:
         because their contents are undefined.
         """
         raise NotImplementedError
+
+    def check_later(
+        self,
+        kind: ExchangeKind,
+        t: int,
+        segment: int,
+        totals: torch.Tensor,
+        check: Callable[[torch.Tensor], None],
+    ) -> bool:
+        """Let the mixer check the message before it sends it, if it can do so without a wait here.
+
+        :param kind: kind of the exchange that follows
+        :param t: number of the graph's round
+        :param segment: number of the segment that is checked
+        :param totals: values on the segment's device, computed on its current stream
+        :param check: function of ``totals`` on the CPU, which raises an error for a wrong message;
+            :meth:`finish` raises this error
+        :return: whether the mixer will call ``check``; otherwise the caller has to call it
+        """
+        return False
 
     def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
         """Publish the outbox and begin the exchange of round t, without waiting for it.

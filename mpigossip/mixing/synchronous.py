@@ -1,6 +1,7 @@
 """Synchronous mixer between MPI ranks: each round waits for the messages of the neighbours."""
 
 import time
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -250,6 +251,23 @@ class Synchronous(RankMixer):
         check_process()
         self._end_round()
         return self._buffers.out
+
+    def check_later(
+        self,
+        kind: ExchangeKind,
+        t: int,
+        segment: int,
+        totals: torch.Tensor,
+        check: Callable[[torch.Tensor], None],
+    ) -> bool:
+        # An average may begin in the main thread, and a lossy wire replaces the values to report.
+        if not (totals.is_cuda and self._thread and self._thread.threaded):
+            return False
+        plan = self._plan_of(kind, t)
+        if plan.average or not plan.targets or not self.layout.wire.exact:
+            return False
+        self._buffers.check_later(segment, totals, check)
+        return True
 
     def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
         if kind is ExchangeKind.GOSSIP and self._first is None:

@@ -47,6 +47,8 @@ class Wire(NamedTuple):
     adds the error of a message to a later one."""
     shared: bool = False
     """True if all nodes draw the same random numbers, so that all omit the same values."""
+    cast: torch.dtype | None = None
+    """Type whose values are the codes: a conversion to it encodes a vector of any length."""
 
     @property
     def exact(self) -> bool:
@@ -88,6 +90,15 @@ class Wire(NamedTuple):
         :param first: position of the first element in the vector
         :param codes: memory for the codes, uint8; None: only quantize
         """
+        if self.cast is not None and values.is_cuda:
+            # Two operations for the whole vector. On a CPU, chunks that fit its cache are faster.
+            if codes is None:
+                target = torch.empty_like(values, dtype=self.cast)
+            else:
+                target = codes[: self.nbytes(values.numel())].view(self.cast)
+            target.copy_(values)
+            values.copy_(target)
+            return
         offset = 0
         for begin in range(0, values.numel(), CHUNK):
             for array in self.pack(values[begin : begin + CHUNK], key, first + begin):

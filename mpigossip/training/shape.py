@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from mpigossip.cluster.local_devices import slots_of
+from mpigossip.cluster.local_devices import gpu_of, slots_of
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.groups import devices
@@ -118,11 +118,6 @@ def _check_gpus(job: Job, world: World, local_slots: tuple[str, ...]) -> None:
                     "one rank for each GPU, let the scheduler give each rank its own GPU, or use "
                     "node.ranks_per_node = 1"
                 )
-
-
-def gpu_of(device: str) -> str:
-    """Return an identifier of a GPU that is unique on its host, or "" if torch has none."""
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def make_group(job: Job, world: World) -> Group:

@@ -88,6 +88,36 @@ def test_on_ranks_put_is_tested_to_every_neighbour(pooled, n, graph):
     }
 
 
+@pytest.mark.both
+def test_the_component_that_sends_messages_is_named(pooled):
+    done = pooled(2, *DOCTOR, *QUICK, "--json", timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (mpi,) = named(json.loads(done.stdout), "mpi")
+    open_mpi = "Open MPI" in mpi["data"]["library"]
+    assert mpi["data"]["pml"] in (("ob1", "ucx", "cm") if open_mpi else ("",))
+    assert (f"component {mpi['data']['pml']}," in mpi["text"]) == open_mpi
+    if mpi["data"]["ucx"]:  # both wheels contain a UCX, built for threads
+        assert mpi["data"]["ucx_threads"] is True and "(THREAD_MULTIPLE: yes)" in mpi["text"]
+
+
+def report_ucx(comm, threaded):
+    from mpigossip.analysis import selftest  # needs MPI
+    from mpigossip.cluster.ranks import SingleProcess
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selftest, "open_mpi_pml", lambda: "ob1")
+        patch.setattr(selftest, "ucx_version", lambda: (1, 19, 0))
+        patch.setattr(selftest, "ucx_is_threaded", lambda: threaded)
+        return selftest.library(SingleProcess())
+
+
+@pytest.mark.parametrize("threaded", [True, False, None])
+def test_a_ucx_without_threads_explains_that_open_mpi_uses_tcp(ranks, threaded):
+    (finding,) = ranks(1)(report_ucx, threaded)
+    assert finding.level == ("note" if threaded is False else "good")
+    assert ("without --enable-mt, so Open MPI uses ob1" in finding.remedy) == (threaded is False)
+
+
 @with_world
 def time_one_byte(world):
     from mpigossip.analysis import trials  # needs MPI

@@ -89,6 +89,7 @@ def submit(lab, folder, *settings, options=(), time_limit="5m", nodes=4):
         "job",
         "generic-slurm",
         REPO / "jobs" / "digits.toml",
+        "node.devices=cpu:1",
         *settings,
         "--nodes",
         nodes,
