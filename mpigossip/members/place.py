@@ -154,7 +154,7 @@ class Place:
         self._own: set[str] = set()
         self.peer: Round | None = None
         self.averaged: dict[int, int] = {}
-        self.files: list[str] = []
+        self.files: list[list[str]] = []
         self.fenced = False
 
     def beginnings(self) -> list[Round]:
@@ -397,9 +397,10 @@ class Place:
         if not self.disk.publish(record_name(record.place, record.round), record.encode()):
             self.fenced = True
             return
-        self.files.append(record.file)
+        self.files.append([shard.file for shard in record.files])
         while len(self.files) > KEEP:
-            self.disk.remove(f"models/{self.files.pop(0)}")
+            for file in self.files.pop(0):
+                self.disk.remove(f"models/{file}")
         if done:
             self.ledger.finish(record.claim)
 

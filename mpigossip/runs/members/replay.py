@@ -11,11 +11,12 @@ from typing import Any
 from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import pluralize, print_note
-from mpigossip.members.live import correct_for_age, digest, read_model, rounds_late
+from mpigossip.members.live import correct_for_age, matches, read_model, rounds_late
 from mpigossip.members.place import KEEP, Place, record_name
 from mpigossip.members.records import Closed, End, RecordStore, Round, Start, Version
 from mpigossip.runs.members.join import JOB, about, job_there, none_there, plan_of
 from mpigossip.runs.members.member import Member
+from mpigossip.runs.members.ranks import for_ranks
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.training.assemble import assemble
@@ -33,12 +34,14 @@ class ReplayMismatch(Exception):
 class ReplayLog:
     """All chains in a folder, and the models that a replay still needs."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: Place, slots: int = 1):
         """Read all chains.
 
         :param place: `Place` that reads the folder without joining
+        :param slots: number of slots of each member
         """
         self.place = place
+        self.slots = slots
         self.stored = 0
         """Number of models that were read from the folder."""
         self.starts: dict[int, Start] = {}
@@ -203,7 +206,7 @@ class ReplayLog:
 
         :raises ReplayMismatch: if its digest is not the one in the record
         """
-        if digest(state) != self.round(version).digest:
+        if not matches(self.round(version), state, self.slots):
             raise ReplayMismatch(
                 f"round {version.round} of place {version.place} gives another model than "
                 f"its record {record_name(*version)} contains{self._unlike(version.place)}"
@@ -355,9 +358,10 @@ def replay(
     if not disk.exists(JOB):
         raise JobError(none_there(disk))
     with SingleProcess() as world:
-        assembly = assemble(job_there(disk, job, command="replay"), world, 1)
+        assembly = assemble(for_ranks(job_there(disk, job, command="replay"), world), world, 1)
         try:
-            script = ReplayLog(Place(disk, plan_of(assembly), report=print_note))
+            reader = Place(disk, plan_of(assembly), report=print_note)
+            script = ReplayLog(reader, assembly.engine.group.slots)
             return repeat(script, wanted_of(script, place, rounds), Member(assembly))
         finally:
             assembly.close()
