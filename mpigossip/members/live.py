@@ -169,7 +169,8 @@ class OneRank:
     rank = 0
     """Number of this rank; rank 0 alone uses names and records of the folder."""
     part: Part | None = None
-    """Part of the model that this rank holds; None: the whole model."""
+    """Part of the model that this rank reads and writes; None: it reads whole models, and only rank
+    0 writes them."""
 
     def decide(self, work: Callable[[], T], place: Place, read: Callable[[Any], Any]) -> T:
         """Return the result of ``work()``, which only rank 0 calls, on all ranks; collective.
@@ -477,6 +478,8 @@ class FolderExchange:
         self._last_models = [*self._last_models[1 - KEEP :], (draft.age, saved)]
 
         def work() -> None:
+            if self.ranks.rank and self.ranks.part is None:
+                return
             written = self.ranks.collect(self._shard(draft, state))
             if self.ranks.rank:
                 return

@@ -95,6 +95,8 @@ class Place:
     """Claim whose chunks this member trains; None before the first one."""
     number = -1
     """Number of this place; -1: this object only reads and has not joined."""
+    fenced = False
+    """True if other members have closed this place; only the rank that decides knows this."""
     layout = ""
     """Digest of the parameter layout that models must have; "": any layout is accepted."""
 

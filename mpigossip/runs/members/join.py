@@ -518,6 +518,14 @@ def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dic
     }
 
 
+def ranks_fact(ranks: int) -> dict[str, str]:
+    """Return the number of ranks of a program as a fact for :func:`about`; empty for one rank.
+
+    The bits of such a member's model depend on it.
+    """
+    return {"ranks": str(ranks)} if ranks > 1 else {}
+
+
 # -- the folder and its job ---------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from mpigossip.training import shape
 
 T = TypeVar("T")
 
-COUNTERS = ("number", "round", "age", "progress", "peer", "fenced", "remaining")
+COUNTERS = ("number", "round", "age", "progress", "peer", "remaining")
 """Attributes of `Place` that the other ranks take over from rank 0."""
 TAG = 41
 
@@ -43,11 +43,12 @@ class Outcome(NamedTuple):
 class SeveralRanks(OneRank):
     """Ranks of one member, which a launcher has started together."""
 
-    def __init__(self, world: World, part: Part):
+    def __init__(self, world: World, part: Part | None):
         """Prepare to decide together; collective.
 
         :param world: the ranks of the member
-        :param part: part of the model that this rank holds
+        :param part: part of the model that this rank reads and writes; None: each rank reads whole
+            models, and rank 0 writes them
         """
         self.rank = world.rank
         self.part = part
@@ -97,7 +98,7 @@ class SeveralRanks(OneRank):
             self._wait(request.Test, "rank 0 has not received the entry of a model's file")
             return []
         values = [value]
-        for source in range(1, self._world.size):
+        for source in range(1, self._world.size if self.part else 1):
             received: list[T] = []
             request = comm.irecv(source=source, tag=TAG)
 

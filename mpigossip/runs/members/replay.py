@@ -21,7 +21,7 @@ from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.training.assemble import assemble
 
-BITS = ("mpigossip", "torch", "processor", "machine", "threads")
+BITS = ("mpigossip", "torch", "processor", "machine", "threads", "ranks")
 """Keys of those facts in the first record of a place on which the bits of a model may depend."""
 PROGRESS_ROUNDS = 100
 """Smallest number of rounds with which the progress is reported, after each tenth of them."""
@@ -34,14 +34,16 @@ class ReplayMismatch(Exception):
 class ReplayLog:
     """All chains in a folder, and the models that a replay still needs."""
 
-    def __init__(self, place: Place, slots: int = 1):
+    def __init__(self, place: Place, slots: int = 1, ranks: int = 1):
         """Read all chains.
 
         :param place: `Place` that reads the folder without joining
         :param slots: number of slots of each member
+        :param ranks: number of ranks of this program, for messages
         """
         self.place = place
         self.slots = slots
+        self._ranks = ranks
         self.stored = 0
         """Number of models that were read from the folder."""
         self.starts: dict[int, Start] = {}
@@ -221,8 +223,8 @@ class ReplayLog:
         are none.
         """
         start = self.starts.get(place)
-        facts = about((), (), [])
-        was = start.about if start else {}
+        facts = about((), (), []) | {"ranks": str(self._ranks)}
+        was = {"ranks": "1"} | start.about if start else {}
         unlike = [
             f"{key} {was[key]}, here {facts[key]}"
             for key in BITS
