@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpigossip.members.outages import FolderUnreachable, cause
-from mpigossip.members.parts import Part, cut, joined, parts_of
+from mpigossip.members.parts import Part, cut, joined
 from mpigossip.members.place import KEEP, LEASES, NEWEST, Fenced, Place, TooFarBehind
 from mpigossip.members.records import Round, Shard
 from mpigossip.store import StoreError, checkpoint
@@ -84,17 +84,6 @@ def correct_for_age(state: NodeState, now: NodeState, then: NodeState, late: int
 def digest_of_shards(shards: Sequence[Shard]) -> str:
     """Return the SHA-256 of the digests of shards, which is the digest of their model."""
     return hashlib.sha256("".join(shard.digest for shard in shards).encode()).hexdigest()
-
-
-def matches(version: Round, state: NodeState, slots: int) -> bool:
-    """Return whether a model is the one that a record describes.
-
-    :param version: record of the round
-    :param state: the whole model
-    :param slots: number of slots of the member
-    """
-    parts = parts_of(state, version.shards, slots) if version.shards else [state]
-    return [digest(part) for part in parts] == [shard.digest for shard in version.files]
 
 
 def read_model(

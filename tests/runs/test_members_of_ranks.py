@@ -7,10 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from mpigossip.members.live import digest, matches
+from mpigossip.members.live import digest
 from mpigossip.members.parts import Part, cut, joined, parts_of
 from mpigossip.members.records import Round, Shard, Unusable, parse
-from mpigossip.runs.members.replay import replay
+from mpigossip.runs.members.replay import matches, replay
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
 from tests.launch import Launch, mpirun, until

@@ -11,7 +11,8 @@ from typing import Any
 from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import pluralize, print_note
-from mpigossip.members.live import correct_for_age, matches, read_model, rounds_late
+from mpigossip.members.live import correct_for_age, digest, read_model, rounds_late
+from mpigossip.members.parts import parts_of
 from mpigossip.members.place import KEEP, Place, record_name
 from mpigossip.members.records import Closed, End, RecordStore, Round, Start, Version
 from mpigossip.runs.members.join import JOB, about, job_there, none_there, plan_of
@@ -29,6 +30,17 @@ PROGRESS_ROUNDS = 100
 
 class ReplayMismatch(Exception):
     """The model of a repeated round has another digest than the record of the round contains."""
+
+
+def matches(version: Round, state: NodeState, slots: int) -> bool:
+    """Return whether a model is the one that a record describes.
+
+    :param version: record of the round
+    :param state: the whole model
+    :param slots: number of slots of the member
+    """
+    parts = parts_of(state, version.shards, slots) if version.shards else [state]
+    return [digest(part) for part in parts] == [shard.digest for shard in version.files]
 
 
 class ReplayLog:
