@@ -227,13 +227,14 @@ def _own_job(options):
 
 
 def _join(options) -> int:
-    from mpigossip.members.records import RecordStore
     from mpigossip.runs.members.join import join
     from mpigossip.runs.summary import number
 
     summary = join(options.folder, _own_job(options), shared=options.shared)
+    if summary.get("rank"):  # rank 0 of the member prints
+        return OK if summary["finished"] or summary["stop_file"] else STOPPED
     if not summary["finished"]:
-        if RecordStore(options.folder).sees("STOP"):
+        if summary["stop_file"]:
             print_safe(
                 f"{options.folder}: stopped because the file STOP exists; remove it to continue"
             )

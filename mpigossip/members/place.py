@@ -95,6 +95,8 @@ class Place:
     """Claim whose chunks this member trains; None before the first one."""
     number = -1
     """Number of this place; -1: this object only reads and has not joined."""
+    fenced = False
+    """True if other members have closed this place; only the rank that decides knows this."""
     layout = ""
     """Digest of the parameter layout that models must have; "": any layout is accepted."""
 
@@ -154,7 +156,7 @@ class Place:
         self._own: set[str] = set()
         self.peer: Round | None = None
         self.averaged: dict[int, int] = {}
-        self.files: list[str] = []
+        self.files: list[list[str]] = []
         self.fenced = False
 
     def beginnings(self) -> list[Round]:
@@ -397,9 +399,10 @@ class Place:
         if not self.disk.publish(record_name(record.place, record.round), record.encode()):
             self.fenced = True
             return
-        self.files.append(record.file)
+        self.files.append([shard.file for shard in record.files])
         while len(self.files) > KEEP:
-            self.disk.remove(f"models/{self.files.pop(0)}")
+            for file in self.files.pop(0):
+                self.disk.remove(f"models/{file}")
         if done:
             self.ledger.finish(record.claim)
 

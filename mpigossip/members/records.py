@@ -361,8 +361,8 @@ def _change_mode(file: int | Path, mode: int) -> None:
 
 MOST = 1 << 53
 """Upper limit, exclusive, of the numbers in a record."""
-FILE = r"\d{6}-[0-9a-f]{16}\.h5"
-"""Regular expression for the names of model files."""
+FILE = r"\d{6}-[0-9a-f]{16}(-\d{4})?\.h5"
+"""Regular expression for the names of model files; shards have the rank at the end."""
 
 
 class Version(NamedTuple):
@@ -370,6 +370,23 @@ class Version(NamedTuple):
 
     place: int
     round: int
+
+
+class Shard(NamedTuple):
+    """File with the consecutive elements of a model that one rank of a member holds."""
+
+    file: str
+    """Name of the file in `models`."""
+    bytes: int
+    """Size of the file."""
+    checksum: str
+    """Checksum of the bytes of the file."""
+    first: int
+    """Index of the first element in the flat parameters of the model."""
+    parameters: int
+    """Number of elements."""
+    digest: str
+    """SHA-256 of the arrays in the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,7 +402,8 @@ class Record:
 
     def encode(self) -> bytes:
         """Return the record as JSON, with the name of the class as its kind."""
-        return json.dumps({"kind": type(self).__name__.lower(), **asdict(self)}).encode()
+        values = {k: v for k, v in asdict(self).items() if k not in OPTIONAL or v}
+        return json.dumps({"kind": type(self).__name__.lower(), **values}).encode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -420,20 +438,28 @@ class Round(Record):
     step: int
     """Step count that is stored with the model."""
     file: str
-    """Name of the model's file in `models`."""
+    """Name of the model's file in `models`; with `shards`, the file of the first one."""
     bytes: int
-    """Size of the file."""
+    """Size of all files of the model."""
     checksum: str
     """Checksum of the bytes of the file."""
     parameters: int
     """Number of parameters of the model."""
     digest: str
-    """SHA-256 of the arrays in the file."""
+    """SHA-256 of the arrays in the file; with `shards`, of the text of their digests."""
+    shards: tuple[Shard, ...] = ()
+    """Files of the model in the order of the ranks, if the member has several ranks."""
 
     @property
     def version(self) -> Version:
         """Name of this round's model."""
         return Version(self.place, self.round)
+
+    @property
+    def files(self) -> tuple[Shard, ...]:
+        """Files of the model; one file with all elements if the member has one rank."""
+        whole = Shard(self.file, self.bytes, self.checksum, 0, self.parameters, self.digest)
+        return self.shards or (whole,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,6 +492,8 @@ class End(Record):
     """Models that are averaged."""
 
 
+OPTIONAL = {"shards"}
+"""Fields that a record does not contain if they are empty."""
 KINDS: dict[str, type[Record]] = {
     cls.__name__.lower(): cls for cls in (Start, Round, Closed, Claim, End)
 }
@@ -485,13 +513,14 @@ def parse(content: bytes, name: str, *kinds: type[Record]) -> Any:
         if cls not in kinds:
             raise ValueError(f'its kind is "{cls.__name__.lower()}"')
         types = {record_field.name: record_field.type for record_field in fields(cls)}
-        if values.keys() != types.keys():
+        if not types.keys() - OPTIONAL <= values.keys() <= types.keys():
             raise ValueError("fields are missing or unknown")
-        record = cls(**{key: _typed(values[key], str(types[key]), key) for key in types})
+        record = cls(**{key: _typed(values[key], str(types[key]), key) for key in values})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Unusable(f"{name} is not a record: {str(error)[:100]}") from None
-    if isinstance(record, Round) and not re.fullmatch(FILE, record.file, re.ASCII):
-        raise Unusable(f"{name}: its model has an invalid name, {record.file[:40]!r}")
+    for file in record.files if isinstance(record, Round) else ():
+        if not re.fullmatch(FILE, file.file, re.ASCII):
+            raise Unusable(f"{name}: its model has an invalid name, {file.file[:40]!r}")
     return record
 
 
@@ -509,8 +538,22 @@ def _typed(value: Any, kind: str, name: str) -> Any:
         return float(value)
     if kind == "str" and isinstance(value, str) and value.isprintable():
         return value
+    if kind.startswith("tuple[Shard") and isinstance(value, list) and len(value) <= 1024:
+        return tuple(_shard(fields) for fields in value)
     if kind.startswith("tuple") and isinstance(value, list) and len(value) <= 1024:
         return tuple(Version(*(_typed(number, "int", name) for number in pair)) for pair in value)
     if kind.startswith("dict") and isinstance(value, dict) and len(value) <= 64:
         return {_typed(k, "str", name): _typed(v, "str", name) for k, v in value.items()}
     raise ValueError(f'"{name}" is {str(value)[:40]!r}')
+
+
+def _shard(values: Any) -> Shard:
+    """Return the shard that a list of its fields describes.
+
+    :raises ValueError: if a field is missing or has another type
+    """
+    texts = ("file", "checksum", "digest")
+    kinds = ["str" if name in texts else "int" for name in Shard._fields]
+    if not isinstance(values, list) or len(values) != len(kinds):
+        raise ValueError(f'"shards" contains {str(values)[:40]!r}')
+    return Shard(*(_typed(v, k, "shards") for v, k in zip(values, kinds, strict=True)))

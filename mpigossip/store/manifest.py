@@ -49,8 +49,11 @@ class Entry(NamedTuple):
 
     @property
     def slot(self) -> int | None:
-        """Index of the slot that wrote the file; None: the file contains a complete node."""
-        match = re.fullmatch(r"node-\d+-(\d+)\.h5", self.file, re.ASCII)
+        """Index of the slot that wrote the file; None: the file contains a complete node.
+
+        In the folder of members, it is the index of the rank.
+        """
+        match = re.fullmatch(r"(?:node-\d+|\d{6}-[0-9a-f]{16})-(\d+)\.h5", self.file, re.ASCII)
         return int(match[1]) if match else None
 
 

@@ -980,13 +980,6 @@ MEMBERS: Table[Membership] = (
     (_members_need("graph.name", "one-peer-exponential", "random-matching"),),
     (
         Rule(
-            lambda member: member.job.node.ranks_per_node != 1,
-            'node.ranks_per_node = "{job.node.ranks_per_node}": a member is one rank: set 1, and '
-            "node.devices for several GPUs",
-        ),
-    ),
-    (
-        Rule(
             lambda member: member.job.node.precision == "fp16",
             'node.precision = "fp16": members have no common loss scale',
             'use "bf16"',

@@ -240,7 +240,6 @@ def test_replay_detects_a_changed_record(tmp_path):
         (["node.wire=bf16"], 'members need "fp32"'),
         (["graph.name=ring"], 'members need "one-peer-exponential"'),
         (["node.precision=fp16"], "bf16"),
-        (["node.ranks_per_node=2"], "a member is one rank"),
     ],
 )
 def test_jobs_that_members_cannot_train(tmp_path, settings, said):

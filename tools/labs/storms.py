@@ -1,6 +1,6 @@
 """Kill, stop and slow down members of a training in a folder at random ("storms").
 
-    python tools/labs/storms.py --runs 100 [--seed 0] [--rate 0.01]
+    python tools/labs/storms.py --runs 100 [--seed 0] [--rate 0.01] [--ranks 2]
 
 A storm also simulates faults of the file system: listings of folders that are stale for twice the
 lease, calls of link(2) that report an error although they have succeeded, and a full disk. The
@@ -8,6 +8,9 @@ clocks of members differ by minutes. With ``--rate``, the calls open, read, read
 and fsync of each member fail at random, too: with EACCES, ENOTCONN, ESHUTDOWN, EKEYEXPIRED, EINTR,
 ENOMEM, EIO, ESTALE, and with ENOENT for a file that exists. They fail once, for half a lease, or
 for three leases.
+
+With ``--ranks``, each member has several ranks, which are threads here. Each of them writes its
+part of the models, and may be killed, which ends its member.
 
 Each training has to end. Every chunk has to be in exactly one published round, and a replay has to
 give the same models. A member may not end with an error of the file system, except for a user
@@ -26,12 +29,13 @@ from mpigossip.members.place import TrainingPlan  # noqa: E402
 from tests.members.storm import chunks_of, replay, storm  # noqa: E402
 
 
-def one(seed: int, plan: TrainingPlan, rate: float) -> tuple[str, dict[str, int]]:
+def one(seed: int, plan: TrainingPlan, rate: float, ranks: int = 1) -> tuple[str, dict[str, int]]:
     """Run a storm.
 
     :param seed: seed of its random numbers
     :param plan: facts about the training
     :param rate: probability with which a call begins to fail
+    :param ranks: number of ranks of each member
     :return: description of the problem after the storm, "" if there is none; and the number of
         members by the way in which they ended
     """
@@ -43,6 +47,7 @@ def one(seed: int, plan: TrainingPlan, rate: float) -> tuple[str, dict[str, int]
             plan.chunks,
             lease_s=plan.lease_s,
             rate=rate,
+            ranks=ranks,
             stale_s=2 * plan.lease_s,
             lost=0.2,
             full=0.02,
@@ -58,7 +63,7 @@ def one(seed: int, plan: TrainingPlan, rate: float) -> tuple[str, dict[str, int]
         if ends.get("traceback"):
             problems.append(f"{ends['traceback']} members ended with a traceback")
         try:
-            if replay(root, plan) != plan.chunks:
+            if replay(root, plan, ranks) != plan.chunks:
                 problems.append("other rounds than chunks are repeated")
         except Exception as error:  # noqa: BLE001
             problems.append(f"replay: {type(error).__name__}: {str(error)[:60]}")
@@ -75,6 +80,7 @@ def main() -> int:
     parser.add_argument(
         "--rate", type=float, default=0.0, help="share of operations that begin a fault"
     )
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of each member, 1, 2 or 4")
     options = parser.parse_args()
     plan = TrainingPlan(options.chunks, 4, options.lease)
     total = Counter()
@@ -82,7 +88,7 @@ def main() -> int:
     begun = time.monotonic()
     for seed in range(options.seed, options.seed + options.runs):
         began = time.monotonic()
-        what, ends = one(seed, plan, options.rate)
+        what, ends = one(seed, plan, options.rate, options.ranks)
         total.update(ends)
         if what:
             wrong[seed] = what

@@ -12,15 +12,17 @@ from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import pluralize, print_note
 from mpigossip.members.live import correct_for_age, digest, read_model, rounds_late
+from mpigossip.members.parts import parts_of
 from mpigossip.members.place import KEEP, Place, record_name
 from mpigossip.members.records import Closed, End, RecordStore, Round, Start, Version
 from mpigossip.runs.members.join import JOB, about, job_there, none_there, plan_of
 from mpigossip.runs.members.member import Member
+from mpigossip.runs.members.ranks import for_ranks
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.training.assemble import assemble
 
-BITS = ("mpigossip", "torch", "processor", "machine", "threads")
+BITS = ("mpigossip", "torch", "processor", "machine", "threads", "ranks")
 """Keys of those facts in the first record of a place on which the bits of a model may depend."""
 PROGRESS_ROUNDS = 100
 """Smallest number of rounds with which the progress is reported, after each tenth of them."""
@@ -30,15 +32,30 @@ class ReplayMismatch(Exception):
     """The model of a repeated round has another digest than the record of the round contains."""
 
 
+def matches(version: Round, state: NodeState, slots: int) -> bool:
+    """Return whether a model is the one that a record describes.
+
+    :param version: record of the round
+    :param state: the whole model
+    :param slots: number of slots of the member
+    """
+    parts = parts_of(state, version.shards, slots) if version.shards else [state]
+    return [digest(part) for part in parts] == [shard.digest for shard in version.files]
+
+
 class ReplayLog:
     """All chains in a folder, and the models that a replay still needs."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: Place, slots: int = 1, ranks: int = 1):
         """Read all chains.
 
         :param place: `Place` that reads the folder without joining
+        :param slots: number of slots of each member
+        :param ranks: number of ranks of this program, for messages
         """
         self.place = place
+        self.slots = slots
+        self._ranks = ranks
         self.stored = 0
         """Number of models that were read from the folder."""
         self.starts: dict[int, Start] = {}
@@ -203,7 +220,7 @@ class ReplayLog:
 
         :raises ReplayMismatch: if its digest is not the one in the record
         """
-        if digest(state) != self.round(version).digest:
+        if not matches(self.round(version), state, self.slots):
             raise ReplayMismatch(
                 f"round {version.round} of place {version.place} gives another model than "
                 f"its record {record_name(*version)} contains{self._unlike(version.place)}"
@@ -218,8 +235,8 @@ class ReplayLog:
         are none.
         """
         start = self.starts.get(place)
-        facts = about((), (), [])
-        was = start.about if start else {}
+        facts = about((), (), []) | {"ranks": str(self._ranks)}
+        was = {"ranks": "1"} | start.about if start else {}
         unlike = [
             f"{key} {was[key]}, here {facts[key]}"
             for key in BITS
@@ -355,9 +372,10 @@ def replay(
     if not disk.exists(JOB):
         raise JobError(none_there(disk))
     with SingleProcess() as world:
-        assembly = assemble(job_there(disk, job, command="replay"), world, 1)
+        assembly = assemble(for_ranks(job_there(disk, job, command="replay"), world), world, 1)
         try:
-            script = ReplayLog(Place(disk, plan_of(assembly), report=print_note))
+            reader = Place(disk, plan_of(assembly), report=print_note)
+            script = ReplayLog(reader, assembly.engine.group.slots)
             return repeat(script, wanted_of(script, place, rounds), Member(assembly))
         finally:
             assembly.close()
