@@ -91,6 +91,10 @@ def diloco(
     The outer step does not change the state of the local step, which is AdamW by default. One
     vector is sent in ``cadence.period`` steps.
 
+    On one node, x is the node's own model, nothing is sent, and this is SNOO (Kallusky et al. 2025,
+    arXiv 2510.15830). To find out whether several nodes gain from their exchange, compare them with
+    one node that trains on the same total batch: the outer step alone improves AdamW.
+
     :param local: local step
     :param outer_lr: α, learning rate of the outer step
     :param outer_beta: β, factor of the outer momentum
