@@ -4,6 +4,7 @@ import contextlib
 import copy
 import tomllib
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -295,3 +296,36 @@ def test_a_job_with_an_outer_optimizer_resumes_within_a_period(tmp_path):
     assert again["digest"] == whole["digest"]
     with pytest.raises(JobError, match="replaces the outer step"):
         assemble.assemble(assemble.load(job, ["algorithm.outer_lr=0.5"]), SingleProcess(), 3)
+
+
+RESUMED = {
+    "cadence.period=2": "",
+    "cadence.fragments=2": "",
+    "algorithm.outer_lr=0.5": "",
+    "algorithm.name=slowmo cadence.name=cpsgd local.name=adamw": "dropped: anchor, inner/first",
+    "algorithm.name=noloco cadence.name=every": "dropped: anchor, inner/first",
+    "algorithm.name=dsgd local.name=adamw": "dropped: anchor, inner/first",
+}
+"""Settings with which a run of ``diloco`` is resumed, and what the message says; "": exactly."""
+
+
+@on_each("settings", RESUMED)
+def test_a_resume_with_another_outer_method_names_what_is_dropped(settings, tmp_path, capsys):
+    job = {
+        "run": {
+            "steps": 6,
+            "evaluate_every": 0,
+            "output": str(tmp_path / str(abs(hash(settings)))),
+        },
+        "data": {"source": "digits", "batch": 4, "workers": 0},
+        "algorithm": {"name": "diloco"},
+        "cadence": {"period": 4},
+        "model": {"name": "mlp"},
+    }
+    train(assemble.load(job), 3)
+    capsys.readouterr()
+    with SingleProcess() as world:
+        launch.resume(Path(job["run"]["output"]), ["run.steps=8", *settings.split()], world, None)
+    printed = "".join(capsys.readouterr())
+    assert ("exact average" in printed) == bool(RESUMED[settings])
+    assert RESUMED[settings] in printed
