@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from mpigossip.algorithms.outer import setting_of
 from mpigossip.cluster import deadline
 from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
@@ -128,7 +129,8 @@ class Gossip(RunDirectoryMixin):
             and further settings of a job that the reference lists, such as ``seed``, ``timeout_s``
             in seconds or, together with ``run``, ``steps``, the number of steps of the loop. Add
             the section to a name that two sections have: ``graph_lazy=True``, or ``**{"graph.lazy":
-            True}``
+            True}``. ``outer`` of "diloco" also accepts a torch optimizer of the model's parameters,
+            whose settings are read now, or a `functools.partial` of its class
         :raises JobError: on all ranks, if arguments or options do not go together; the message has
             one paragraph for each problem
         """
@@ -146,6 +148,9 @@ class Gossip(RunDirectoryMixin):
             check(self._model, optimizer)
             check_separate(self._model)
             folder = Path(run) if run else None
+            if options.get("outer") is not None:
+                trained = [p for p in self._model.parameters() if p.requires_grad]
+                options["outer"] = setting_of(options["outer"], trained)
             parts = settings(world, where, algorithm, graph, cadence, wire, mixer, folder, options)
             self._job = parts.job
             check_method(parts, optimizer)

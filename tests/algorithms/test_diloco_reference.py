@@ -16,7 +16,6 @@ from mpigossip.models import loss_and_correct
 from mpigossip.store.packing import pack
 from mpigossip.training import assemble
 
-N = 4
 STEPS = 48
 RATE = 3e-3
 
@@ -86,12 +85,15 @@ class Reference:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("period, lr, beta", [(8, 0.7, 0.9), (4, 1.0, 0.0)])
-def test_the_loss_curve_is_the_known_methods(text, period, lr, beta):
+@pytest.mark.parametrize(
+    "n, period, lr, beta", [(4, 8, 0.7, 0.9), (4, 4, 1.0, 0.0), (1, 8, 0.7, 0.9)]
+)
+def test_the_loss_curve_is_the_known_methods(text, n, period, lr, beta):
+    """With one node, the known method is SNOO."""
     with SingleProcess() as world:
-        made = assemble.assemble(job(text, period, lr, beta), world, N)
+        made = assemble.assemble(job(text, period, lr, beta), world, n)
         model = assemble.make_model(made.parts.job, made.source)
-        reference = Reference(model, N, period, lr, beta)
+        reference = Reference(model, n, period, lr, beta)
         batches = [
             [tuple(map(torch.clone, each)) for each in made.loader.step(step)]
             for step in range(STEPS)
@@ -99,6 +101,6 @@ def test_the_loss_curve_is_the_known_methods(text, period, lr, beta):
         ours = np.array([made.trainer.step().loss.tolist() for _ in range(STEPS)])
         made.close()
     theirs = np.array([reference.step(each) for each in batches])
-    assert ours.shape == theirs.shape == (STEPS, N)
+    assert ours.shape == theirs.shape == (STEPS, n)
     assert np.abs(ours - theirs).max() < 1e-4
     assert theirs[-8:].mean() < theirs[:4].mean() - 1, "it learns"
