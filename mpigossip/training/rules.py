@@ -940,7 +940,8 @@ def _averages_otherwise(member: Membership) -> Found:
         return False
     cadence = member.parts.cadence
     others = cadence.kinds - {ExchangeKind.LOCAL, ExchangeKind.GOSSIP}
-    return bool(others or cadence.periods) or not cadence.fragment_schedule.is_whole_model
+    varies = bool(others or cadence.periods or cadence.is_adaptive)
+    return varies or not cadence.fragment_schedule.is_whole_model
 
 
 def _members_need(setting: str, *values: str) -> Rule[Membership]:
