@@ -166,6 +166,7 @@ mpigossip join runs/big
 REPLAY = """
 mpigossip replay runs/big
 mpigossip replay runs/big --place 3 --rounds 10:20
+mpigossip replay runs/big --audit 0.1
 """
 
 
@@ -199,6 +200,13 @@ def _add_members(commands) -> None:
             parser.add_argument(
                 "--rounds", type=_rounds, metavar="A:B", help="only these rounds; the first is 1"
             )
+            parser.add_argument(
+                "--audit",
+                type=_fraction,
+                metavar="FRACTION",
+                help="draw this fraction of the rounds and repeat each from stored models, which "
+                "needs members.keep_every = 1",
+            )
         settings(parser)
 
 
@@ -211,6 +219,16 @@ def _rounds(text: str) -> tuple[int, int]:
     if rounds[1] < rounds[0]:
         raise argparse.ArgumentTypeError(f'"{text}": the first round must come first, as in 10:20')
     return rounds
+
+
+def _fraction(text: str) -> float:
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
+        raise argparse.ArgumentTypeError(f'"{text}": must be greater than 0 and at most 1')
+    return fraction
 
 
 def _own_job(options):
@@ -257,8 +275,11 @@ def _join(options) -> int:
 def _replay(options) -> int:
     from mpigossip.runs.members.replay import ReplayMismatch, replay
 
+    if options.audit and (options.place is not None or options.rounds):
+        raise UserError("--audit draws the rounds: omit --place and --rounds")
+    job = _own_job(options)
     try:
-        print_safe(replay(options.folder, options.place, options.rounds, _own_job(options)))
+        print_safe(replay(options.folder, options.place, options.rounds, job, options.audit))
     except ReplayMismatch as error:
         print_safe(f"{options.folder}: {error}")
         return FAILED

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -342,7 +341,7 @@ class FolderExchange:
         then fails for a reason that is no outage of the file system.
         """
         disk = self.place.disk
-        path = disk.path(f"models/{draft.place:06d}-{secrets.token_hex(8)}.h5")
+        path = disk.path(f"models/{self.place.model_name(draft)}")
         try:
             entry = checkpoint.write_state(path, draft.place, state)
             disk.share(path)

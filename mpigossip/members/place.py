@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 from mpigossip.members.ledger import Ledger
 from mpigossip.members.records import (
+    KEPT,
     Claim,
     Closed,
     End,
@@ -56,6 +58,9 @@ class TrainingPlan(NamedTuple):
     lease_s: float
     """Lease, in seconds: the time for which a member may be silent, unless it has promised a
     multiple of it."""
+    keep_every: int = 0
+    """The model of each K-th round of a place is never removed; 0: models of older rounds are
+    removed."""
 
 
 @dataclass
@@ -384,6 +389,15 @@ class Place:
         self.peer = None
         return draft
 
+    def model_name(self, draft: Round) -> str:
+        """Return a new name for the model of a round, which other users can't guess.
+
+        :param draft: result of :meth:`draft`
+        """
+        every = self.plan.keep_every
+        end = KEPT if every and draft.round % every == 0 else ".h5"
+        return f"{draft.place:06d}-{secrets.token_hex(8)}{end}"
+
     def publish(self, draft: Round, done: bool, **model: Any) -> None:
         """Publish a round whose model has been written; called in the thread that wrote it.
 
@@ -399,7 +413,8 @@ class Place:
             return
         self.files.append(record.file)
         while len(self.files) > KEEP:
-            self.disk.remove(f"models/{self.files.pop(0)}")
+            if not (file := self.files.pop(0)).endswith(KEPT):
+                self.disk.remove(f"models/{file}")
         if done:
             self.ledger.finish(record.claim)
 
@@ -411,7 +426,7 @@ class Place:
         """Remove the models of places that were closed more than `OLD` ages ago."""
         old = {f"{place:06d}" for place, age in self._closed().items() if age + OLD < self.age}
         for name in self.disk.names("models") if old else ():
-            if name.partition("-")[0] in old:
+            if name.partition("-")[0] in old and not name.endswith(KEPT):
                 self.disk.remove(f"models/{name}")
 
     def leave(self) -> None:

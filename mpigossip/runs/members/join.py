@@ -421,7 +421,8 @@ def plan_of(assembly: Assembly, lease_s: float | None = None) -> TrainingPlan:
     section = assembly.parts.job.members
     chunks = -(-assembly.total_steps // steps_of_round(assembly))
     block = max(1, min(section.claim_rounds, chunks // 64))
-    return TrainingPlan(chunks, block, section.lease_s if lease_s is None else lease_s)
+    lease = section.lease_s if lease_s is None else lease_s
+    return TrainingPlan(chunks, block, lease, section.keep_every)
 
 
 def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dict[str, str]:
