@@ -283,22 +283,13 @@ class Place:
     def peers(self) -> Iterator[Round]:
         """Iterate over the versions to average with in this round, best first.
 
-        The caller takes the first one whose model can be read. The peers follow the one-peer
-        exponential graph over the m present places in ascending order: the first candidate is the
-        place at offset 2^(round mod ⌈log2 m⌉), and up to three more follow at the offsets of the
-        next rounds. A version is never averaged twice, and a version that is more than `BEHIND`
+        The caller takes the first one whose model can be read. :func:`peer_order` determines the
+        order of places. A version is never averaged twice, and a version that is more than `BEHIND`
         older than the own model is skipped.
 
         :raises TooFarBehind: if the own model is more than `BEHIND` older than a candidate
         """
-        places = self.present()
-        position = places.index(self.number)
-        place_count = len(places)
-        turns = max(1, (place_count - 1).bit_length())
-        for turn in range(min(turns, 4)):
-            place = places[(position + (1 << (self.round + turn) % turns)) % place_count]
-            if place == self.number:
-                continue
+        for place in peer_order(self.present(), self.number, self.round):
             version = self.refresh(place).last
             if version is None or self.absent(place):
                 continue
@@ -512,6 +503,24 @@ class Place:
         if name not in self._reported:
             self._reported.add(name)
             self.report(f"{name}: {text}; it is ignored")
+
+
+def peer_order(places: Sequence[int], place: int, round_: int) -> Iterator[int]:
+    """Iterate over the places with which a place may average before a round, best first.
+
+    They follow the one-peer exponential graph over the m present places: the first one is at offset
+    2^(round mod ⌈log2 m⌉), and up to three more follow at the offsets of the next rounds.
+
+    :param places: numbers of the present places, in ascending order
+    :param place: the place that averages, one of ``places``
+    :param round_: number of the round
+    """
+    position = places.index(place)
+    turns = max(1, (len(places) - 1).bit_length())
+    for turn in range(min(turns, 4)):
+        peer = places[(position + (1 << (round_ + turn) % turns)) % len(places)]
+        if peer != place:
+            yield peer
 
 
 def record_name(place: int, number: int) -> str:

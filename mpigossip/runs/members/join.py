@@ -329,7 +329,7 @@ def result(
     if end.place == place.number or (place.number < 0 and _given_up(live, folder)):
         n = len(states)
         meta = {"nodes": n, "asked": n, "lost": "", "lost_at": 0, **facts}
-        disk.retry(lambda: _write(disk, folder, steps, states, job, meta), "checkpoints")
+        disk.retry(lambda: write_checkpoint(disk, folder, steps, states, job, meta), "checkpoints")
     return states
 
 
@@ -342,7 +342,7 @@ def _stored(folder: Path) -> list[NodeState] | None:
     return [checkpoint.read_node(path, node, manifest) for node in range(manifest.n)]
 
 
-def _write(
+def write_checkpoint(
     disk: RecordStore,
     folder: Path,
     steps: int,

@@ -15,7 +15,7 @@ from mpigossip.config.readable import pluralize, print_note
 from mpigossip.members.live import correct_for_age, digest, read_model, rounds_late
 from mpigossip.members.place import KEEP, Place, record_name
 from mpigossip.members.records import Closed, End, RecordStore, Round, Start, Version
-from mpigossip.runs.members.join import JOB, about, job_there, none_there, plan_of
+from mpigossip.runs.members.join import JOB, LOOP, about, job_there, none_there, plan_of
 from mpigossip.runs.members.member import Member
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
@@ -23,6 +23,8 @@ from mpigossip.training.assemble import assemble
 
 BITS = ("mpigossip", "torch", "processor", "machine", "threads")
 """Keys of those facts in the first record of a place on which the bits of a model may depend."""
+FORK = "fork.json"
+"""Name of the file with the arguments of a fork, in its folder."""
 PROGRESS_ROUNDS = 100
 """Smallest number of rounds with which the progress is reported, after each tenth of them."""
 
@@ -353,6 +355,30 @@ def audit(script: ReplayLog, fraction: float, member: Any, chance: random.Random
     )
 
 
+def training_in(disk: RecordStore, job: Job | None) -> Job:
+    """Return the job of the training in a folder, to repeat it.
+
+    :param disk: the folder
+    :param job: your own copy of the job; None: code that the job in the folder names is not
+        imported
+    :raises JobError: if the folder holds no training of a job, another job, or a fork
+    """
+    if disk.exists(FORK):
+        raise JobError(
+            f'"{disk.root}" is a fork: repeat it by the same `mpigossip replay --fork` with another'
+            f" folder after --to, which gives the same digest (its arguments are in {FORK})"
+        )
+    if disk.exists(LOOP):
+        raise JobError(
+            f'"{disk.root}" holds the training of a program (see {LOOP}), and `mpigossip replay`, '
+            "its forks, blame and audits cover jobs only: start that program with "
+            "mpigossip.join(…, replay=True), which repeats the training without a change"
+        )
+    if not disk.exists(JOB):
+        raise JobError(none_there(disk))
+    return job_there(disk, job, command="replay")
+
+
 def wanted_of(
     script: ReplayLog, place: int | None, rounds: tuple[int, int] | None
 ) -> list[Version]:
@@ -411,10 +437,8 @@ def replay(
     :raises JobError: if there is no training in the folder, no such round, or another job
     """
     disk = RecordStore(folder, shared=True)
-    if not disk.exists(JOB):
-        raise JobError(none_there(disk))
     with SingleProcess() as world:
-        assembly = assemble(job_there(disk, job, command="replay"), world, 1)
+        assembly = assemble(training_in(disk, job), world, 1)
         try:
             script = ReplayLog(Place(disk, plan_of(assembly), report=print_note))
             if audit_fraction is not None:
