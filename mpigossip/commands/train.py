@@ -234,12 +234,9 @@ def _add_fork(parser: argparse.ArgumentParser) -> None:
 
 
 def _whole(text: str) -> int:
-    try:
-        return whole(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f'"{text}": must be a number of rounds, such as 20'
-        ) from None
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise argparse.ArgumentTypeError(f'"{text}": must be a number of rounds, such as 20, or 0')
+    return int(text)
 
 
 def _rounds(text: str) -> tuple[int, int]:

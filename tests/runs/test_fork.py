@@ -6,9 +6,13 @@ from mpigossip import cli
 from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.members.place import Place, TrainingPlan
 from mpigossip.members.records import RecordStore
+from mpigossip.runs.members import fork as forks
+from mpigossip.runs.members import join as joining
 from mpigossip.runs.members.fork import Setting, fork
+from mpigossip.runs.members.member import Member
 from mpigossip.runs.members.replay import ReplayLog
 from mpigossip.store import checkpoint
+from mpigossip.training.task import Classification
 from tests.runs.test_join import lock_draws, members
 
 
@@ -111,7 +115,7 @@ def test_forks_end_and_can_be_repeated(run, tmp_path, capsys, changes):
     folder, digest = run
     texts = []
     for name in ("a", "b"):
-        command = ["replay", str(folder), "--fork", "3", *changes, "--to", str(tmp_path / name)]
+        command = ["replay", str(folder), "--fork", "0", *changes, "--to", str(tmp_path / name)]
         assert cli.main(command) == 0
         texts.append(capsys.readouterr().out.replace(str(tmp_path / name), "NEW"))
     assert texts[0] == texts[1] and "loss " in texts[0] and digest not in texts[0]
@@ -145,3 +149,44 @@ def test_impossible_forks_are_rejected(run, tmp_path, capsys, arguments, text):
     assert cli.main(["replay", str(run[0]), *given]) == 2
     assert text in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_program_is_replayed_by_itself(tmp_path, capsys):
+    (tmp_path / "loop.toml").write_text("")
+    command = ["replay", str(tmp_path), "--fork", "1", "--to", str(tmp_path / "new")]
+    assert cli.main(command) == 2
+    text = capsys.readouterr().err
+    assert "cover jobs only" in text and "mpigossip.join(…, replay=True)" in text
+
+
+class Shuffling(Member):
+    """Member that uses the labels of other samples in the rounds of place 1."""
+
+    def train(self, exchange, after=lambda record, chunk: None) -> None:
+        place = exchange.place
+        objective = self.trainer.replicas.objective
+        task = objective.task
+        if 1 in (place, getattr(place, "number", None)):
+            objective.task = ShuffledLabels()
+        try:
+            super().train(exchange, after)
+        finally:
+            objective.task = task
+
+
+class ShuffledLabels(Classification):
+    def loss(self, model, batch):
+        inputs, targets = batch
+        return super().loss(model, (inputs, targets.roll(1, 0)))
+
+
+def test_the_place_with_shuffled_labels_is_blamed_first(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run"
+    lock_draws(monkeypatch)
+    monkeypatch.setattr(joining, "Member", Shuffling)
+    monkeypatch.setattr(forks, "Member", Shuffling)
+    members(folder, 4, "run.epochs=8", "members.claim_rounds=1")
+    fork(folder, 5, tmp_path / "new")  # raises an error if a model differs from its record
+    assert cli.main(["replay", str(folder), "--blame"]) == 0
+    rows = capsys.readouterr().out.split("raises the loss by")[1].split("\n")
+    assert rows[1].split()[0] == "1", rows

@@ -37,7 +37,7 @@ class Change(NamedTuple):
     without: int | None = None
     """Place whose models and rounds are left out after the cut; None: no place."""
     graph: str | None = None
-    """Name of the graph by which peers are chosen; None: peers are those of the records."""
+    """Name of the graph by which peers are chosen; None: the peers in the records are kept."""
     seed: int = 0
     """Seed of the graph "random-matching"."""
 
@@ -119,7 +119,7 @@ class Schedule:
         self.recorded = rounds
         self.recorded_starts = starts
         self.rounds = {version: rounds[version] for version in past}
-        """Rounds of the fork. Those after the cut have no model yet."""
+        """Rounds of the fork. Rounds after the cut have no model yet."""
         self.starts = {v.place: starts[v.place] for v in past if v.place in starts}
         """First record of each place of the fork."""
         self.unassigned = deque(unassigned)
