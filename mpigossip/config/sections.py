@@ -438,6 +438,10 @@ class MembersSection:
     lease must be at least as long as five rounds."""
     claim_rounds: Positive = 16
     """Largest number of rounds for which a member claims chunks at a time."""
+    keep_every: Count = 0
+    """Number K of rounds: the model of each K-th round of a place is never removed, so that `replay
+    --fork` starts from it; `replay --audit` needs 1. 0: old models are removed. `plan --members`
+    prints the space on disk."""
 
 
 @dataclass(frozen=True, kw_only=True)

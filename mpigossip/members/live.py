@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -519,8 +518,8 @@ class FolderExchange:
         then fails for a reason that is no outage of the file system.
         """
         disk = self.place.disk
-        end = f"-{self.ranks.rank:04d}" if self.ranks.part else ""
-        path = disk.path(f"models/{draft.place:06d}-{secrets.token_hex(8)}{end}.h5")
+        rank = self.ranks.rank if self.ranks.part else None
+        path = disk.path(f"models/{self.place.model_name(draft, rank)}")
         try:
             entry = checkpoint.write_state(path, draft.place, state)
             disk.share(path)

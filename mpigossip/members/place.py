@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 from mpigossip.members.ledger import Ledger
 from mpigossip.members.records import (
+    KEPT,
     Claim,
     Closed,
     End,
@@ -56,6 +58,9 @@ class TrainingPlan(NamedTuple):
     lease_s: float
     """Lease, in seconds: the time for which a member may be silent, unless it has promised a
     multiple of it."""
+    keep_every: int = 0
+    """The model of each K-th round of a place is never removed; 0: models of older rounds are
+    removed."""
 
 
 @dataclass
@@ -280,22 +285,13 @@ class Place:
     def peers(self) -> Iterator[Round]:
         """Iterate over the versions to average with in this round, best first.
 
-        The caller takes the first one whose model can be read. The peers follow the one-peer
-        exponential graph over the m present places in ascending order: the first candidate is the
-        place at offset 2^(round mod ⌈log2 m⌉), and up to three more follow at the offsets of the
-        next rounds. A version is never averaged twice, and a version that is more than `BEHIND`
+        The caller takes the first one whose model can be read. :func:`peer_order` determines the
+        order of places. A version is never averaged twice, and a version that is more than `BEHIND`
         older than the own model is skipped.
 
         :raises TooFarBehind: if the own model is more than `BEHIND` older than a candidate
         """
-        places = self.present()
-        position = places.index(self.number)
-        place_count = len(places)
-        turns = max(1, (place_count - 1).bit_length())
-        for turn in range(min(turns, 4)):
-            place = places[(position + (1 << (self.round + turn) % turns)) % place_count]
-            if place == self.number:
-                continue
+        for place in peer_order(self.present(), self.number, self.round):
             version = self.refresh(place).last
             if version is None or self.absent(place):
                 continue
@@ -386,6 +382,17 @@ class Place:
         self.peer = None
         return draft
 
+    def model_name(self, draft: Round, rank: int | None = None) -> str:
+        """Return a new name for the model of a round, which other users can't guess.
+
+        :param draft: result of :meth:`draft`
+        :param rank: rank whose part of the model the file holds; None: the file holds a whole model
+        """
+        every = self.plan.keep_every
+        part = "" if rank is None else f"-{rank:04d}"
+        end = KEPT if every and draft.round % every == 0 else ".h5"
+        return f"{draft.place:06d}-{secrets.token_hex(8)}{part}{end}"
+
     def publish(self, draft: Round, done: bool, **model: Any) -> None:
         """Publish a round whose model has been written; called in the thread that wrote it.
 
@@ -402,7 +409,8 @@ class Place:
         self.files.append([shard.file for shard in record.files])
         while len(self.files) > KEEP:
             for file in self.files.pop(0):
-                self.disk.remove(f"models/{file}")
+                if not file.endswith(KEPT):
+                    self.disk.remove(f"models/{file}")
         if done:
             self.ledger.finish(record.claim)
 
@@ -414,7 +422,7 @@ class Place:
         """Remove the models of places that were closed more than `OLD` ages ago."""
         old = {f"{place:06d}" for place, age in self._closed().items() if age + OLD < self.age}
         for name in self.disk.names("models") if old else ():
-            if name.partition("-")[0] in old:
+            if name.partition("-")[0] in old and not name.endswith(KEPT):
                 self.disk.remove(f"models/{name}")
 
     def leave(self) -> None:
@@ -500,6 +508,24 @@ class Place:
         if name not in self._reported:
             self._reported.add(name)
             self.report(f"{name}: {text}; it is ignored")
+
+
+def peer_order(places: Sequence[int], place: int, round_: int) -> Iterator[int]:
+    """Iterate over the places with which a place may average before a round, best first.
+
+    They follow the one-peer exponential graph over the m present places: the first one is at offset
+    2^(round mod ⌈log2 m⌉), and up to three more follow at the offsets of the next rounds.
+
+    :param places: numbers of the present places, in ascending order
+    :param place: the place that averages, one of ``places``
+    :param round_: number of the round
+    """
+    position = places.index(place)
+    turns = max(1, (len(places) - 1).bit_length())
+    for turn in range(min(turns, 4)):
+        peer = places[(position + (1 << (round_ + turn) % turns)) % len(places)]
+        if peer != place:
+            yield peer
 
 
 def record_name(place: int, number: int) -> str:

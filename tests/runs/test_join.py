@@ -47,6 +47,10 @@ def job(*settings, algorithm="dsgd"):
 
 @pytest.fixture(autouse=True)
 def one_draws_at_a_time(monkeypatch):
+    lock_draws(monkeypatch)
+
+
+def lock_draws(monkeypatch):
     """Lock torch's random generator, because members are threads here and not processes."""
     lock = threading.Lock()
     assemble = joining.assemble

@@ -144,7 +144,7 @@ class Paced(FolderExchange):
 
     def chunk(self):
         """Wait in virtual time while other members train the last chunks."""
-        while not self.place.left and not self.place.ended():
+        while not self.place.remaining and not self.place.ended():
             self.written()
             if self.place.chunk() is not None or self.place.ledger.finished:
                 break

@@ -402,7 +402,7 @@ def _read_or_write(
             states = [state for r in read if (state := read_model(place, r)) is not None]
         n = len(states)
         meta = {"nodes": n, "asked": n, "lost": "", "lost_at": 0, **facts}
-        disk.retry(lambda: _write(disk, folder, steps, states, job, meta), "checkpoints")
+        disk.retry(lambda: write_checkpoint(disk, folder, steps, states, job, meta), "checkpoints")
     return read
 
 
@@ -412,7 +412,7 @@ def _stored(path: Path) -> list[NodeState]:
     return [checkpoint.read_node(path, node, manifest) for node in range(manifest.n)]
 
 
-def _write(
+def write_checkpoint(
     disk: RecordStore,
     folder: Path,
     steps: int,
@@ -491,7 +491,8 @@ def plan_of(assembly: Assembly, lease_s: float | None = None) -> TrainingPlan:
     section = assembly.parts.job.members
     chunks = -(-assembly.total_steps // steps_of_round(assembly))
     block = max(1, min(section.claim_rounds, chunks // 64))
-    return TrainingPlan(chunks, block, section.lease_s if lease_s is None else lease_s)
+    lease = section.lease_s if lease_s is None else lease_s
+    return TrainingPlan(chunks, block, lease, section.keep_every)
 
 
 def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dict[str, str]:

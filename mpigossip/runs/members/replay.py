@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from mpigossip.members.live import correct_for_age, digest, read_model, rounds_l
 from mpigossip.members.parts import parts_of
 from mpigossip.members.place import KEEP, Place, record_name
 from mpigossip.members.records import Closed, End, RecordStore, Round, Start, Version
-from mpigossip.runs.members.join import JOB, about, job_there, none_there, plan_of
+from mpigossip.runs.members.join import JOB, LOOP, about, job_there, none_there, plan_of
 from mpigossip.runs.members.member import Member
 from mpigossip.runs.members.ranks import for_ranks
 from mpigossip.store import StoreError
@@ -24,6 +25,8 @@ from mpigossip.training.assemble import assemble
 
 BITS = ("mpigossip", "torch", "processor", "machine", "threads", "ranks")
 """Keys of those facts in the first record of a place on which the bits of a model may depend."""
+FORK = "fork.json"
+"""Name of the file with the arguments of a fork, in its folder."""
 PROGRESS_ROUNDS = 100
 """Smallest number of rounds with which the progress is reported, after each tenth of them."""
 
@@ -266,13 +269,15 @@ class ReplayExchange:
     sent: NodeState
     """Model that the member published, after the round."""
 
-    def __init__(self, peer: NodeState | None, chunk: int, progress: int):
+    def __init__(self, peer: NodeState | None, chunk: int, progress: int, place: int):
         """Prepare the inputs of the round.
 
         :param peer: the peer's model, corrected for its age; None: no peer
         :param chunk: chunk that the round trains
         :param progress: progress before the round, in chunks
+        :param place: number of the place whose round it is
         """
+        self.place = place
         self._peer = peer
         self._next = (chunk, progress)
 
@@ -303,15 +308,92 @@ def repeat(script: ReplayLog, wanted: Iterable[Version], member: Any) -> str:
     :raises ReplayMismatch: if a model differs from its record
     """
     for version in script.repeating(wanted):
-        models, peer, progress = script.take_inputs(version)
-        exchange = ReplayExchange(peer, script.round(version).chunk, progress)
-        if version.round == 1:
-            member.begin(models)
-        else:
-            member.resume(models[0], version.round - 1, exchange)
-        member.train(exchange)
-        script.check(version, exchange.sent)
+        script.check(version, repeat_round(script, version, member))
     return script.summary()
+
+
+def repeat_round(script: ReplayLog, version: Version, member: Any) -> NodeState:
+    """Repeat one round whose inputs are known; return the model after it.
+
+    :param script: chains of the training
+    :param version: the round
+    :param member: `Member` that trains it
+    """
+    models, peer, progress = script.take_inputs(version)
+    exchange = ReplayExchange(peer, script.round(version).chunk, progress, version.place)
+    if version.round == 1:
+        member.begin(models)
+    else:
+        member.resume(models[0], version.round - 1, exchange)
+    member.train(exchange)
+    return exchange.sent
+
+
+def audit(script: ReplayLog, fraction: float, member: Any, chance: random.Random) -> str:
+    """Repeat a random sample of the rounds, each from its stored inputs; return a summary.
+
+    A wrong record is found only if its own round is drawn, because later rounds are repeated from
+    the wrong model. If one of n rounds is wrong and m are drawn, it is found with probability m/n.
+
+    :param script: chains of the training
+    :param fraction: fraction of the rounds that are repeated, greater than 0 and at most 1; at
+        least one round is repeated
+    :param member: `Member` that trains them
+    :param chance: generator that draws the rounds
+    :raises ReplayMismatch: if a model differs from its record; of several, the oldest is named
+    :raises JobError: if the training did not keep all models, or has no rounds
+    :raises StoreError: if the model of an input is missing or damaged
+    """
+    root = script.place.disk.root
+    if script.place.plan.keep_every != 1:
+        raise JobError(
+            f"members.keep_every = {script.place.plan.keep_every}: an audit repeats rounds from "
+            f'stored models, but the members of "{root}" removed most of them; begin a training '
+            "with members.keep_every = 1, or repeat this one by `mpigossip replay` without --audit"
+        )
+    rounds = [version for version, record in script.rounds.items() if record is not None]
+    if not rounds:
+        raise JobError(f'"{root}" has no rounds yet: audit it after members have trained')
+    drawn = chance.sample(sorted(rounds), max(1, round(fraction * len(rounds))))
+    drawn.sort(key=lambda version: (script.round(version).age, version))
+    for version in drawn:
+        script.models.clear()
+        order = script.choose([version])
+        if len(order) > 1:
+            raise StoreError(
+                f"{root}/models: the model of {record_name(*order[0])}, an input of "
+                f"{record_name(*version)}, is missing or damaged; copy it back, or repeat the "
+                "training by `mpigossip replay` without --audit"
+            )
+        script.check(version, repeat_round(script, version, member))
+    return (
+        f"{len(drawn)} of {pluralize(len(rounds), 'round')} drawn and repeated from stored models: "
+        "every digest is equal"
+    )
+
+
+def training_in(disk: RecordStore, job: Job | None) -> Job:
+    """Return the job of the training in a folder, to repeat it.
+
+    :param disk: the folder
+    :param job: your own copy of the job; None: code that the job in the folder names is not
+        imported
+    :raises JobError: if the folder holds no training of a job, another job, or a fork
+    """
+    if disk.exists(FORK):
+        raise JobError(
+            f'"{disk.root}" is a fork: repeat it by the same `mpigossip replay --fork` with another'
+            f" folder after --to, which gives the same digest (its arguments are in {FORK})"
+        )
+    if disk.exists(LOOP):
+        raise JobError(
+            f'"{disk.root}" holds the training of a program (see {LOOP}), and `mpigossip replay`, '
+            "its forks, blame and audits cover jobs only: start that program with "
+            "mpigossip.join(…, replay=True), which repeats the training without a change"
+        )
+    if not disk.exists(JOB):
+        raise JobError(none_there(disk))
+    return job_there(disk, job, command="replay")
 
 
 def wanted_of(
@@ -353,6 +435,7 @@ def replay(
     place: int | None = None,
     rounds: tuple[int, int] | None = None,
     job: Job | None = None,
+    audit_fraction: float | None = None,
 ) -> str:
     """Repeat a training from its records and compare the models; return a summary.
 
@@ -364,18 +447,21 @@ def replay(
     :param rounds: first and last round to repeat; None: all rounds
     :param job: your own copy of the job; None: code that the job in the folder names is not
         imported
+    :param audit_fraction: fraction of the rounds to draw and repeat, see :func:`audit`; None:
+        rounds are not drawn, but chosen by ``place`` and ``rounds``
     :raises ReplayMismatch: if a model differs from its record
     :raises StoreError: if a record or model that is needed is missing or unusable
     :raises JobError: if there is no training in the folder, no such round, or another job
     """
     disk = RecordStore(folder, shared=True)
-    if not disk.exists(JOB):
-        raise JobError(none_there(disk))
     with SingleProcess() as world:
-        assembly = assemble(for_ranks(job_there(disk, job, command="replay"), world), world, 1)
+        assembly = assemble(for_ranks(training_in(disk, job), world), world, 1)
         try:
             reader = Place(disk, plan_of(assembly), report=print_note)
             script = ReplayLog(reader, assembly.engine.group.slots)
+            if audit_fraction is not None:
+                # The members that are audited must not be able to predict the draw.
+                return audit(script, audit_fraction, Member(assembly), random.SystemRandom())
             return repeat(script, wanted_of(script, place, rounds), Member(assembly))
         finally:
             assembly.close()
