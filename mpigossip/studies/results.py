@@ -22,7 +22,7 @@ from mpigossip.studies.seeds import LEVEL, interval, many_to_one, settings
 WIDE = 0.1
 """Half of an interval of an accuracy above which a study warns that it shows little."""
 CHANCES = 2.0
-"""A study warns if an accuracy is below this multiple of that of guessing, 1 / classes."""
+"""A study warns if an accuracy is below this multiple of the accuracy of guessing, 1 / classes."""
 
 
 class Results:
