@@ -195,9 +195,12 @@ def _unprinted(error: OSError | None = None) -> bool:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments; settings may stand anywhere after the job, even after options."""
+    """Parse the arguments; without any, print the help and exit.
+
+    Settings may stand anywhere after the job, even after options.
+    """
     top = parser()
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     _check_command(top, words)
     options, remaining = top.parse_known_args(words)
     settings = getattr(options, "settings", None)

@@ -1,11 +1,16 @@
 """Commands that train: `mpigossip train`, `resume`, `simulate`, `study`, `join` and `replay`."""
 
+from __future__ import annotations
+
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mpigossip.cluster.world import World
 from mpigossip.commands.arguments import command, dry_run, many, print_safe, settings, whole
 from mpigossip.config.errors import FAILED, OK, STOPPED, UserError
+
+if TYPE_CHECKING:
+    from mpigossip.cluster.world import World  # It imports NumPy, which no help needs.
 
 TRAIN = """
 mpirun -n 4 mpigossip train digits node.devices=cpu:2

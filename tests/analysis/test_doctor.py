@@ -14,6 +14,7 @@ from mpigossip.analysis import doctor
 from mpigossip.analysis.doctor import Machine
 from mpigossip.analysis.findings import Finding, as_json, merged, verdict
 from mpigossip.config import JobError
+from mpigossip.config.readable import wrapped
 from mpigossip.graphs import graph
 from tests.cases import every, with_world
 
@@ -37,6 +38,15 @@ def alone(*words, cwd, **env):
 
 def named(result, name):
     return [finding for finding in result["findings"] if finding["name"] == name]
+
+
+def test_a_long_finding_is_broken_between_words_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    text = "note   cores      one word-with-hyphens after another, and more words"
+    assert wrapped(text) == text
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    lines = wrapped(text, "  ").splitlines()
+    assert max(map(len, lines)) <= 40 and " ".join(map(str.strip, lines)) == text
 
 
 def test_one_process_runs_all_tests_and_is_ready(tmp_path):

@@ -345,6 +345,21 @@ def cells(**sizes):
     return [Cell(tuple(zip(sizes, point, strict=True)), (), 3) for point in labels]
 
 
+def test_accuracies_near_chance_and_wide_intervals_are_reported():
+    def warnings(*accuracies):
+        runs = [run_of(accuracy) for accuracy in accuracies]
+        for run in runs:
+            run.log.job += "[data]\nsource = 'digits'\nclasses = 10\n"
+        lines = study_of([runs]).table().splitlines()
+        return [line for line in lines if line.startswith("warning: ")]
+
+    assert warnings(0.97, 0.96, 0.98) == []
+    (near,) = warnings(0.11, 0.12, 0.11)
+    assert "0.11 is near chance (1/10)" in near
+    (wide,) = warnings(0.5, 0.9, 0.7)
+    assert "1 of 1 intervals exceed ± 0.1" in wide
+
+
 def run_of(accuracy, loss=0.5, late=False, sent=12345678):
     """Return a synthetic run whose log has these metrics at both of its evaluations."""
     steps = {"loss": np.full((40, 3), 1.0), "step": np.arange(40)}

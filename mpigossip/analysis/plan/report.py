@@ -129,7 +129,7 @@ def _origin_of_devices(machine: Machine, job: Job) -> str:
     """Return where the devices of a node come from."""
     if machine.sources.get("compute") == "measured":
         return "their steps were timed here"
-    return "setting node.devices"
+    return "node.devices"
 
 
 def _label(choice: Choice, own: Choice) -> str:
