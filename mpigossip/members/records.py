@@ -362,7 +362,7 @@ def _change_mode(file: int | Path, mode: int) -> None:
 MOST = 1 << 53
 """Upper limit, exclusive, of the numbers in a record."""
 FILE = r"\d{6}-[0-9a-f]{16}(-\d{4})?(\.kept)?\.h5"
-"""Regular expression for the names of model files; those of shards contain the rank."""
+"""Regular expression for the names of model files; the name of a shard contains the rank."""
 KEPT = ".kept.h5"
 """End of the names of models that are never removed, see `TrainingPlan.keep_every`."""
 
