@@ -179,11 +179,20 @@ def raw(memory: torch.Tensor) -> MPI.buffer:
     return MPI.buffer.fromaddress(memory.data_ptr(), memory.numel() * memory.element_size())
 
 
-def swap_by_messages(comm: MPI.Comm, timeout_s: float, out: ByRank, into: ByRank) -> float:
-    """Send arrays to other ranks and receive theirs by MPI messages; return the seconds waited."""
+def swap_by_messages(
+    comm: MPI.Comm, timeout_s: float, out: ByRank, into: ByRank, what: str = "global average"
+) -> float:
+    """Send arrays to other ranks and receive theirs by MPI messages; return the seconds waited.
+
+    :param comm: communicator of the ranks
+    :param timeout_s: time limit of each wait, in seconds
+    :param out: arrays to send
+    :param into: arrays to receive into
+    :param what: description of the exchange, which begins error messages
+    """
 
     def late(key: tuple[int, int, int]) -> str:
-        return f"global average: {called(comm, key[0])} doesn't answer"
+        return f"{what}: {called(comm, key[0])} doesn't answer"
 
     def begin(call: Callable, memory: torch.Tensor, rank: int) -> MPI.Request:
         with device_context(memory.device):
