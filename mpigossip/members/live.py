@@ -279,7 +279,7 @@ class FolderExchange:
             self._read_states[version] = state
         return state is not None, [cause(error) or error for error in failures or ()], lines
 
-    def own_parts(self, versions: Sequence[Round]) -> list[NodeState]:
+    def local_parts(self, versions: Sequence[Round]) -> list[NodeState]:
         """Return the parts of models that this rank has read in the last decision."""
         states = self._read_states
         self._read_states = {}
@@ -329,7 +329,7 @@ class FolderExchange:
             self.place.start(inputs, about)
             return inputs
 
-        states = self.own_parts(self.decide(work))
+        states = self.local_parts(self.decide(work))
         self._last_models: list[tuple[int, NodeState]] = []
         return states
 
@@ -562,7 +562,7 @@ class FolderExchange:
         version = self.decide(find)
         if version is None:
             return None
-        (state,) = self.own_parts([version])
+        (state,) = self.local_parts([version])
         rounds = rounds_late([age for age, _ in self._last_models], version.age)
         return correct_for_age(
             state, self._last_models[-1][1], self._last_models[-1 - rounds][1], rounds

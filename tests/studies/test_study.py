@@ -529,6 +529,8 @@ def test_a_table_explains_its_numbers_and_lists_diverged_runs():
     assert comments.splitlines() == [
         "% ±: half the 95 % interval of the mean of 2 seeds (Student's t); n = 3, 40 steps",
         "% diverged late: the training loss rose again by over half of its decrease",
+        "% warning: 3 of 5 intervals exceed ± 0.1: use more seeds, train longer, or use an easier "
+        "problem (model.name=mlp)",
         "% bold: not significantly different from the best accuracy (paired Dunnett's test)",
     ]
     assert lines.splitlines()[2:] == [

@@ -369,7 +369,7 @@ def result(
     if isinstance(outcome, Path):
         states = live.place.disk.retry(lambda: _stored(outcome), "checkpoints")
         return states if part is None else [cut(state, part) for state in states]
-    return live.own_parts(outcome)
+    return live.local_parts(outcome)
 
 
 def _read_or_write(
