@@ -552,7 +552,7 @@ def test_a_table_explains_its_numbers_and_lists_diverged_runs():
     text = study.table().splitlines()
     assert [line.endswith("12.35") for line in text[1:3]] == [True, True]
     assert text[3].endswith("  †") and text[6] == "† 2 of 2 diverged late; no tried rate converged"
-    assert text[9:] == [line.removeprefix("% ") for line in comments.splitlines()[:2]]
+    assert text[9:] == [line.removeprefix("% ") for line in comments.splitlines()[:3]]
     single = study_of([[run_of(0.9)]]).table("latex")
     assert single.startswith(
         "% one seed, no intervals; n = 3, 40 steps\n% bold: the best accuracy\n"
