@@ -12,6 +12,18 @@ with contextlib.suppress(ImportError):  # tools/gpu_check.sh measures where ther
     import pytest
 
 
+def catching(error: type[Exception]) -> tuple[list[str], Callable]:
+    """Return a list, and a function that calls another one, whose error it adds to the list."""
+    messages: list[str] = []
+
+    def catch(act: Callable, *arguments, **options) -> None:
+        with pytest.raises(error) as caught:
+            act(*arguments, **options)
+        messages.append(str(caught.value))
+
+    return messages, catch
+
+
 def on_each(names: str | Iterable[str], values: Iterable, few: Collection = ()) -> Callable:
     """Parametrize like pytest, but with all cases in one item: for cases that take milliseconds.
 

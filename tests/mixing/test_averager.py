@@ -14,7 +14,7 @@ from mpigossip.config import JobError
 from mpigossip.graphs import GraphError
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.simulated import Simulated
-from tests.cases import some, with_world
+from tests.cases import catching, some, with_world
 from tests.launch import REPO
 
 SHAPE = (3, 5, 2)
@@ -149,13 +149,7 @@ def test_start_and_finish_with_any_memory_order(ranks):
 def mistaken(world):
     """Return the message of each mistake."""
     x = np.zeros(4)
-    messages = []
-
-    def catch(act, *arguments, **options):
-        with pytest.raises(JobError) as caught:
-            act(*arguments, **options)
-        messages.append(str(caught.value))
-
+    messages, catch = catching(JobError)
     make = mpigossip.Averager
     catch(make, world, "ring", like=[1.0])
     catch(make, world, "ring", like=np.zeros(4, bool))

@@ -13,7 +13,7 @@ import mpigossip
 from mpigossip import graphs
 from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
-from tests.cases import some, with_world
+from tests.cases import catching, some, with_world
 from tests.launch import REPO, Launch
 
 pytestmark = pytest.mark.both
@@ -231,13 +231,7 @@ def test_the_page_s_push_sum_runs_as_pasted(pooled, tmp_path):
 @with_world
 def mistaken(world):
     x = np.zeros(4)
-    messages = []
-
-    def catch(act, *arguments, **options):
-        with pytest.raises(JobError) as caught:
-            act(*arguments, **options)
-        messages.append(str(caught.value))
-
+    messages, catch = catching(JobError)
     make = mpigossip.Window
     catch(make, world, "ring", like=[1.0])
     catch(make, world, "ring", like=np.zeros(4, bool))

@@ -19,11 +19,11 @@ from mpigossip.members.live import digest
 from mpigossip.members.place import FOLDERS, Place, record_name
 from mpigossip.members.records import End, Record, RecordStore, Version
 from mpigossip.runs.launch import differing
+from mpigossip.runs.members.fork_schedule import Change, Schedule, recorded_turns, rescaled_turns
 from mpigossip.runs.members.join import FORMAT, JOB, plan_of, write_checkpoint
 from mpigossip.runs.members.member import Member
 from mpigossip.runs.members.ranks import for_ranks
 from mpigossip.runs.members.replay import FORK, ReplayLog, repeat_round, training_in
-from mpigossip.runs.members.schedule import Change, Schedule, recorded_turns, rescaled_turns
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.manifest import Number
 from mpigossip.training.assemble import Assembly, assemble, load
