@@ -14,7 +14,7 @@ from mpigossip.engine.fragments import FragmentExchange
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import ParameterLayout
 from mpigossip.engine.whole import WholeExchange
-from mpigossip.mixing import open_mixer
+from mpigossip.mixing import close_mixer, open_mixer
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.mixing.wire import FP32
@@ -146,7 +146,20 @@ class Driver(Engine):
         vector.flat = FLAT
         vector.first = (0, 512)
         exchange = FragmentExchange(self.fragments) if self.fragments else WholeExchange()
-        super().__init__(self.mixer, Two(), vector, parts.methods, parts.cadence, exchange)
+        averages = parts.make_averages()
+        self.mixer.state_mixers = {
+            name: (mixer or Simulated)(self.graph, parts.state_layout)
+            for name in made.algorithm.average_state
+        }
+        super().__init__(
+            self.mixer,
+            Two(),
+            vector,
+            parts.methods,
+            parts.cadence,
+            exchange,
+            averages=averages,
+        )
 
     def _drawn(self, key, equal=False):
         rows = [np.random.default_rng([*key, 0 if equal else i]) for i in self.mixer.local_nodes]
@@ -230,4 +243,4 @@ def on_ranks(settings, world, same_host, steps):
     for each in settings:
         driver = Driver(each, world.size, windows, noise=0.1).run(steps)
         yield driver
-        driver.mixer.close()
+        close_mixer(driver.mixer)

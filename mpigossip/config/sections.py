@@ -18,6 +18,7 @@ from mpigossip.config.limits import (
     NotNegative,
     OneOrMore,
     Percent,
+    Period,
     Placement,
     Positive,
     RanksPerNode,
@@ -169,6 +170,9 @@ class AlgorithmSection:
     2602.02899, of which only the abstract was available); if unset, γ is constant."""
     blend_shape: Literal["linear", "cosine"] = "linear"
     """Course of γ from `blend` to `blend_end`, as a function of the step."""
+    average_state: dict[str, Period] = field(default_factory=dict)
+    """Period, in steps, with which arrays of the local step are averaged between nodes, too, by
+    name: `{second = 16}` averages the running mean of g² of AdamW at every 16th step."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword-only arguments of the algorithm's builder."""
 

@@ -10,6 +10,7 @@ import torch
 
 from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.cadence import Cadence
+from mpigossip.engine.averages import StateAverages
 from mpigossip.engine.measurements import Clock, Record, make_record, mixed_distance
 from mpigossip.engine.vector import FlatParameters, bits, named_arrays, packed, scatter_row
 from mpigossip.groups.base import Group, local_shards
@@ -84,6 +85,7 @@ class Engine:
         exchange: Exchange,
         *,
         measure_every: int = 0,
+        averages: StateAverages | None = None,
     ):
         """Initialize the states of algorithm and cadence.
 
@@ -94,6 +96,7 @@ class Engine:
         :param cadence: rule that decides which steps exchange
         :param exchange: how the model is exchanged in these steps, whole or in fragments
         :param measure_every: steps between two measurements of the consensus distance; 0: none
+        :param averages: averages of the local step's state; None: it stays local
         """
         self.group = group
         self.vector = vector
@@ -102,6 +105,7 @@ class Engine:
         self.methods = methods
         self.method = methods[0]
         self.measure_every = measure_every
+        self.averages = averages
         self.index = 0
         self.state_start = 0
         self.round = 0
@@ -130,6 +134,8 @@ class Engine:
         else:
             self.exchange.send(self, now)  # y_i ← send(x_i, g_i), unless it was sent ahead
             self.exchange.receive(self, now)  # x_i ← receive(x_i, g_i, Σ_j W[i, j](t) · y_j)
+        if self.averages is not None:
+            self.averages.exchange(self)  # v_i ← Σ_j W[i, j] · v_j, if a period of v ends
         self.clock.lap("exchange_s")
         self.group.all_gather(self.vector.x, self.vector.full)  # waits for the node's slots
         self.clock.lap("node_s")

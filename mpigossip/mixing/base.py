@@ -1,6 +1,8 @@
 """Interface of a mixer, the communication backend between nodes, and the layout of a message."""
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -181,6 +183,9 @@ class Mixer:
     """Mean age, in rounds, of the models that each local node received in the last GOSSIP exchange.
     It is 0 for a synchronous mixer, NaN if the node received none, and negative if its neighbours
     are ahead of it."""
+    state_mixers: Mapping[str, Mixer] = {}
+    """Mixers of the arrays of the local step that are averaged, too, by name; whoever closes this
+    mixer closes them."""
     _near: Sequence[frozenset[int]] = ()
 
     def __init__(self, graph, layout: Any, rows: Sequence[int]):

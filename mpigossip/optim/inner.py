@@ -64,6 +64,57 @@ def local_step_from_optimizers(
     return Local(no_state, adapt, raw=True)
 
 
+class OptimizerState:
+    """Arrays of a torch optimizer's state by name, such as "exp_avg_sq", as flat arrays.
+
+    An array belongs to it if it has the shape of its parameter. A parameter that has no such array
+    sends zeros and keeps its state, for example because another part of a
+    :class:`CombinedOptimizer` updates it, or because it has had no gradient so far.
+    """
+
+    def __init__(
+        self, vector: ModuleParameters, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Keep the flat parameters and the optimizer of each row."""
+        self._vector = vector
+        self._optimizers = optimizers
+
+    def read(self, engine: Any, name: str, segment: int, out: torch.Tensor) -> None:
+        out.zero_()
+        for value, view in self._pairs(name, out):
+            view.copy_(value)
+
+    def write(self, engine: Any, name: str, segment: int, values: torch.Tensor) -> None:
+        for value, view in self._pairs(name, values):
+            value.copy_(view)
+
+    def _pairs(self, name: str, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each parameter's array ``name``, and the parameter's part of ``flat``.
+
+        :raises JobError: if an optimizer has state, but no such array
+        """
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for row, optimizer in enumerate(self._optimizers):
+            views = self._vector.cut(flat[row])
+            names: set[str] = set()
+            for p, view in zip(self._vector.rows[row], views, strict=True):
+                arrays = {k: v for k, v in optimizer.state.get(p, {}).items() if _is_like(v, p)}
+                names |= arrays.keys()
+                if name in arrays:
+                    pairs.append((local_shard(arrays[name]), view))
+            if names and name not in names:
+                raise JobError(
+                    f"average_state = {{{name!r}: …}}: the state of {optimizer_name(optimizer)} "
+                    f"has no array of this name, but {', '.join(sorted(names))}: use one of these"
+                )
+        return pairs
+
+
+def _is_like(value: Any, parameter: torch.Tensor) -> bool:
+    is_array = torch.is_tensor(value) and value.is_floating_point()
+    return is_array and value.shape == parameter.shape
+
+
 class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers as one, such as Muon for matrices and AdamW for all other parameters.
 

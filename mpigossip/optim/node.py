@@ -22,18 +22,20 @@ from mpigossip.cluster import deadline
 from mpigossip.cluster.process import report_unused
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
-from mpigossip.config.readable import format_bytes, print_note
+from mpigossip.config.readable import format_bytes, print_note, print_note_once
 from mpigossip.engine.gathered import Gathered
 from mpigossip.engine.module import ModuleParameters
 from mpigossip.engine.sharded import ShardedLayout, ShardedParameters, plan_layouts
 from mpigossip.engine.step import Engine
 from mpigossip.groups.base import Group, Single
 from mpigossip.groups.devices import make_group
+from mpigossip.mixing import close_mixer
 from mpigossip.mixing.base import MessageLayout, Mixer
 from mpigossip.optim import initial_sync, state, state_dict, wrappers
 from mpigossip.optim.arguments import parameter_list, report_shared_device
 from mpigossip.optim.edits import EditDetector
 from mpigossip.optim.inner import (
+    OptimizerState,
     StepGuard,
     check,
     decay,
@@ -46,7 +48,7 @@ from mpigossip.runs.overview import between, nodes
 from mpigossip.runs.progress import Progress
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
 from mpigossip.training.parts import JobParts, make_graph, make_parts
-from mpigossip.training.rules import check_rounds
+from mpigossip.training.rules import check_rounds, state_warning
 
 SECTIONS = ("run", "algorithm", "graph", "cadence", "node", "checkpoint", "log")
 """Sections of a job that a custom loop has, too."""
@@ -122,6 +124,8 @@ class LoopNode:
             devices=(self._device,),
             local=local,
         )
+        if self.world.rank == 0 and (warning := state_warning(self.parts)):
+            print_note_once(warning)
         node = self.job.node
         nodes = self.world.nodes
         # without other nodes, an asynchronous mixer has nothing to do
@@ -155,7 +159,7 @@ class LoopNode:
         return self.local.adapt(x, g, state, step, out)
 
     def _shut(self) -> None:
-        self.mixer.close()
+        close_mixer(self.mixer)
         self._segments.close()
 
     @property
@@ -248,7 +252,10 @@ class LoopNode:
 
     def _build(self) -> None:
         self.local = local_step_from_optimizers(self.vector, [self.inner], self.guard)
-        self.engine = self.parts.make_engine(self.mixer, self._segments, self.vector, self._every)
+        arrays = OptimizerState(self.vector, [self.inner])
+        self.engine = self.parts.make_engine(
+            self.mixer, self._segments, self.vector, self._every, arrays
+        )
 
     def restart_exchanges(self) -> None:
         """Restart the exchanges at round 0, with none in flight; on all nodes."""

@@ -20,7 +20,7 @@ from mpigossip.engine.vector import named_arrays
 from mpigossip.graphs import Graph, spectral
 from mpigossip.groups.devices import unused_gpus_note
 from mpigossip.mixing.base import ExchangeKind, bytes_per_exchange
-from mpigossip.training.costs import held
+from mpigossip.training.costs import add_memory, held
 from mpigossip.training.schedule import full_rate
 
 if TYPE_CHECKING:
@@ -211,7 +211,23 @@ def _traffic(engine: Engine, graph: Graph, world: World) -> str:
         else ""
     )
     vectors = pluralize(method.vectors, "vector")
-    return f"{format_bytes(average)} per node and {when} ({vectors}){ratio}"
+    return f"{format_bytes(average)} per node and {when} ({vectors}){_state(engine, graph)}{ratio}"
+
+
+def _state(engine: Engine, graph: Graph) -> str:
+    """Describe the bytes that a node sends for arrays of the local step, or ""."""
+    averages = engine.averages
+    if averages is None:
+        return ""
+    texts = []
+    for name, period in averages.periods.items():
+        mixer = engine.mixer.state_mixers[name]
+        nbytes = mixer.layout.sent_bytes
+        rounds = range(min(graph.period or ROUNDS, ROUNDS))
+        node = mixer.local_nodes[0]
+        sent = [bytes_per_exchange(graph, averages.kind, t, node, nbytes) for t in rounds]
+        texts.append(f"{format_bytes(float(np.mean(sent)))} every {period} steps for {name}")
+    return f", and {', '.join(texts)}"
 
 
 def _memory(progress: Progress, trainer: Trainer, world: World) -> int:
@@ -223,6 +239,8 @@ def _memory(progress: Progress, trainer: Trainer, world: World) -> int:
     per = world.nodes.per_node
     slots = trainer.engine.group.slots
     averages = ExchangeKind.GLOBAL in trainer.engine.cadence.kinds
-    messages = {name: per * count for name, count in mixer.memory(averages).items()}
+    others = [m.memory(averages) for m in mixer.state_mixers.values()]
+    memory = add_memory(mixer.memory(averages), others)
+    messages = {name: per * count for name, count in memory.items()}
     parts = held(progress.job, replicas.flat, slots, per * state, messages, world.survives)
     return sum(parts.values())

@@ -15,6 +15,7 @@ from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.choices import Tables
 from mpigossip.config.errors import UserError
+from mpigossip.config.readable import print_note_once
 from mpigossip.data.base import JobData
 from mpigossip.data.loader import Loader, processes
 from mpigossip.data.partition import make_orders, partition_digest
@@ -25,7 +26,7 @@ from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.placement import graph_nodes_for, renumbered
 from mpigossip.groups import devices
 from mpigossip.groups.base import Group, local_shards
-from mpigossip.mixing import MIXERS, open_mixer
+from mpigossip.mixing import MIXERS, close_mixer, open_mixer
 from mpigossip.mixing.compressors import WIRES
 from mpigossip.training import rules, shape, task
 from mpigossip.training.loop import Trainer
@@ -55,7 +56,7 @@ class Assembly:
 
     def close(self) -> None:
         """Release threads, files and MPI windows; collective if nodes are MPI ranks."""
-        self.trainer.mixer.close()
+        close_mixer(self.trainer.mixer)
         self.abandon()
 
     def abandon(self) -> None:
@@ -270,6 +271,8 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
     parts = make_parts(
         job, graph, flat, shards=shards, devices=group.devices[: len(shards)], total=total
     )
+    if world.rank == 0 and (warning := rules.state_warning(parts)):
+        print_note_once(warning)
     mixer = parts.open_mixer(world.nodes.inter_node)
     replicas = make_replicas(job, module, flat, len(mixer.local_nodes), group, objective)
     loader = Loader(

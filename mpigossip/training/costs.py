@@ -1,7 +1,7 @@
 """Traffic and memory estimates of a job, computed without running it."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -187,7 +187,19 @@ class Exchanges:
             k * bytes_per_exchange(graph, kind, t or 0, 0, sent, raw, waits)
             for (kind, t), k in counts
         )
-        return total / self.steps
+        return total / self.steps + self.state_bytes_per_step
+
+    @property
+    def state_bytes_per_step(self) -> float:
+        """Part of :attr:`bytes_per_step` that `algorithm.average_state` sends."""
+        averages = self.parts.make_averages()
+        if averages is None:
+            return 0.0
+        graph = self.parts.graph
+        nbytes = self.parts.state_layout.sent_bytes
+        rounds = range(min(graph.period or STEPS, STEPS))
+        sent = [bytes_per_exchange(graph, averages.kind, t, 0, nbytes) for t in rounds]
+        return sum(sent) / len(sent) * sum(1 / period for period in averages.periods.values())
 
 
 def exchanges(subject: Subject, n: int, period: float | None = None) -> Exchanges:
@@ -293,7 +305,20 @@ def memory(subject: Subject, job_exchanges: Exchanges) -> dict[str, int]:
     layout = replace(parts.layout, devices=devices)
     averages = ExchangeKind.GLOBAL in parts.cadence.kinds
     messages = mixer.estimate_memory(parts.graph, layout, 0, averages=averages)
+    if state_averages := parts.make_averages():
+        layout = replace(parts.state_layout, devices=devices)
+        averages = state_averages.kind is ExchangeKind.GLOBAL
+        more = mixer.estimate_memory(parts.graph, layout, 0, averages=averages)
+        messages = add_memory(messages, [more] * len(state_averages.periods))
     return held(job, flat, subject.slots, arrays, messages)
+
+
+def add_memory(messages: dict[str, int], others: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Return the bytes of several mixers by purpose, which `Mixer.memory` returns for each."""
+    total = Counter(messages)
+    for other in others:
+        total.update(other)
+    return dict(total)
 
 
 def held(

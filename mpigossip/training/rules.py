@@ -30,7 +30,7 @@ from mpigossip.algorithms import BUILDERS, LOCALS, Algorithm, build
 from mpigossip.algorithms.cadence import BUILDERS as CADENCES
 from mpigossip.algorithms.cadence import Cadence
 from mpigossip.algorithms.local import NO_LOCAL_STEP
-from mpigossip.algorithms.methods import above_minus_third
+from mpigossip.algorithms.methods import above_minus_third, takes_local
 from mpigossip.cluster.local_devices import slots_of
 from mpigossip.cluster.world import World
 from mpigossip.config import Data, Job, JobError
@@ -39,6 +39,7 @@ from mpigossip.config.errors import UserError
 from mpigossip.config.sections import FaultsSection, GraphSection
 from mpigossip.config.toml import show
 from mpigossip.data.pytree import Nested
+from mpigossip.engine.averages import local_arrays
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.base import Drawn
 from mpigossip.graphs.faulty import least_rounds
@@ -618,6 +619,67 @@ FRAGMENTS: Table[JobParts] = (
 )
 
 
+# -- averages of the local step's state ---------------------------------------------------------
+
+PAIRS = (("first", "second"), ("exp_avg", "exp_avg_sq"))
+"""Names of Adam's running means of g and g², in jobs and in torch."""
+
+
+def state_warning(parts: JobParts) -> str:
+    """Return a warning if m meets elements of other nodes more often than v, or ""."""
+    periods = parts.job.algorithm.average_state
+    if ExchangeKind.GOSSIP not in parts.cadence.kinds:
+        return ""  # DES-LOC averages m more often than v over all nodes
+    for m, v in PAIRS:
+        if m in periods and periods[m] < periods.get(v, periods[m] + 1):
+            return (
+                f"algorithm.average_state averages {m} more often than {v}: a node then gets {m} "
+                f"for elements whose {v} is still 0 there, which diverged in trials: average {v} "
+                "at least as often, or use a cadence with global averages only"
+            )
+    return ""
+
+
+def _averages_state(parts: JobParts) -> Found:
+    periods = parts.job.algorithm.average_state
+    shown = ", ".join(f"{name} = {period}" for name, period in periods.items())
+    return bool(periods) and {"setting": f"algorithm.average_state = {{{shown}}}"}
+
+
+def _unknown_array(launch: Launch) -> Found:
+    """Return the first name of an array that the local step of the job lacks."""
+    section = launch.job.algorithm
+    if not section.average_state or not takes_local(section.name):
+        return None
+    state = make_parts(launch.job).method.init(torch.empty(1, 2, device="meta"))
+    names = local_arrays(state)
+    unknown = [name for name in section.average_state if name not in names]
+    remedy = f"use {' or '.join(names)}" if names else "leave it out"
+    return bool(unknown) and {"array": unknown[0], "remedy": remedy}
+
+
+AVERAGED_STATE: Table[JobParts] = (
+    (
+        Rule(
+            lambda parts: _averages_state(parts) and not takes_local(parts.job.algorithm.name),
+            'algorithm.average_state: algorithm "{job.algorithm.name}" replaces the local step, '
+            "and has no such arrays",
+            'choose an algorithm with a local step, such as "dsgd"',
+        ),
+        Rule(
+            lambda parts: parts.job.node.mixer == "asynchronous" and _averages_state(parts),
+            "{setting}: the nodes of an asynchronous mixer do not make equal rounds",
+            'use node.mixer = "synchronous"',
+        ),
+        Rule(
+            lambda parts: parts.job.run.survive and _averages_state(parts),
+            "{setting}: these averages do not survive a rank failure",
+            "use run.survive = false, and restart from checkpoints",
+        ),
+    ),
+)
+
+
 # -- asynchronous runs, faults and NCCL -------------------------------------------------------
 
 
@@ -725,6 +787,7 @@ COMPATIBILITY: Table[JobParts] = (
     *CADENCE,
     *WIRE,
     *FRAGMENTS,
+    *AVERAGED_STATE,
     *ASYNCHRONY,
     *LINKS,
 )
@@ -762,6 +825,13 @@ WHOLE_MATRICES: Rule[Launch] = Rule(
 )
 
 SETTINGS: Table[Launch] = (
+    (
+        Rule(
+            _unknown_array,
+            "algorithm.average_state: {array} is no array of the local step of this job",
+            "{remedy}",
+        ),
+    ),
     (WHOLE_MATRICES,),
     (_unused_by_partition("shuffled_percent", "mixed"),),
     (_unused_by_partition("dirichlet_alpha", "dirichlet"),),
@@ -915,6 +985,12 @@ CUSTOM_LOOP: Table[CustomLoop] = (
     ),
     (
         Rule(
+            lambda loop: loop.world.nodes.per_node > 1 and _averages_state(loop.parts),
+            "{setting}: is not supported if a node has several ranks: use ranks_per_node = 1",
+        ),
+    ),
+    (
+        Rule(
             lambda loop: loop.world.nodes.per_node > 1 and loop.job.run.survive,
             "survive = True: if a node has several ranks, the shard of a failed rank is lost, and "
             "its node can't continue: use ranks_per_node = 1, or remove survive and resume from a "
@@ -1003,6 +1079,13 @@ MEMBERS: Table[Membership] = (
         Rule(
             lambda member: member.parts is not None and _blends(member.parts),
             "{setting}: members replace the model by its average with another one",
+            "leave it out",
+        ),
+    ),
+    (
+        Rule(
+            lambda member: member.parts is not None and _averages_state(member.parts),
+            "{setting}: members exchange the model only",
             "leave it out",
         ),
     ),

@@ -19,13 +19,19 @@ MORE = {
     "": {},
     "late": {"cadence": "every", "period": 6, "fragments": 3, "delay": 2, "blend": 0.7},
     "blended": {"blend": 0.2, "blend_end": 0.9, "blend_shape": "cosine"},
+    "averaged": {"average_state": {"momentum_buffer": 3}},
 }
 """Options of `Gossip` by name."""
 
 
 def job(name, steps, more):
     settings = [f"algorithm.name={name}", "node.devices=cpu:1", f"run.steps={steps}"]
-    settings += ["local.name=none"] + ["algorithm.style=atc"] * (name == "dsgd")
+    settings += ["algorithm.style=atc"] * (name == "dsgd")
+    if more == "averaged":
+        return assemble.load(
+            JOB, [*settings, "local.name=momentum", "algorithm.average_state={momentum=3}"]
+        )
+    settings += ["local.name=none"]
     for option, value in MORE[more].items():
         section = "algorithm" if option.startswith("blend") else "cadence"
         settings.append(f"{section}.{'name' if option == 'cadence' else option}={value}")
@@ -40,7 +46,8 @@ def own_loop(world, name, steps, more, folder):
     trainer = made.trainer
     data = made.source
     model = assemble.make_model(made.parts.job, data)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=1e-4)
+    beta = 0.9 if more == "averaged" else 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=beta, weight_decay=1e-4)
     options = MORE[more]
     if "blend_end" in options:  # it needs the number of steps of all epochs
         options = options | {"run": folder, "steps": made.parts.total}
@@ -73,7 +80,8 @@ def simulated(name, steps, more):
 
 
 @pytest.mark.parametrize(
-    ("name", "more"), [("dmsgd", ""), ("dsgd", ""), ("dsgd", "late"), ("dsgd", "blended")]
+    ("name", "more"),
+    [("dmsgd", ""), ("dsgd", ""), ("dsgd", "late"), ("dsgd", "blended"), ("dsgd", "averaged")],
 )
 def test_a_plain_loop_and_a_job_have_one_digest(ranks, tmp_path, name, more):
     got = ranks(4)(own_loop, name, 40, more, tmp_path / "run")

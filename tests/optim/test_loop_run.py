@@ -36,6 +36,7 @@ HALF = 4
         (3, {"algorithm": "d2", "graph": "ring", "graph_lazy": True, "algorithm_lazy": True}),
         (3, {"algorithm": "slowmo", "inner": "SGD", "period": 3}),
         (2, {"style": "awc", "cadence": "every", "period": 2}),
+        (3, {"average_state": {"exp_avg_sq": 3, "exp_avg": 3}}),
     ],
 )
 def test_a_stopped_loop_resumes_bitwise(ranks, tmp_path, n, options):
