@@ -38,7 +38,7 @@ MAY_FAIL = ("`graph show`", "64 LeNet nodes")
 
 
 @pytest.mark.every
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_quick_table_holds(tmp_path):
     out = tmp_path / "table.md"
     command = [sys.executable, CLAIMS / "measure.py", "--quick", "--out", out]
