@@ -31,7 +31,7 @@ class Refused(NamedTuple):
     text: str
 
 
-class Sent:
+class SentToWorker:
     """Base class of objects that prepare a loading process before they restore their attributes."""
 
     def __reduce__(self):
@@ -54,7 +54,7 @@ def unpack(kind: type, state: bytes) -> Any:
     return instance
 
 
-class Requested(Sent, Dataset):
+class Requested(SentToWorker, Dataset):
     """Batches of a job's data by request, as a torch Dataset."""
 
     def __init__(self, data: JobData):
@@ -75,7 +75,7 @@ class Requested(Sent, Dataset):
         )
 
 
-class Stream(Sent, IterableDataset):
+class Stream(SentToWorker, IterableDataset):
     """Batches of the streams of some nodes: for each step and each node, one per slot."""
 
     def __init__(

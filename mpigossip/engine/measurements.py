@@ -26,7 +26,7 @@ EVERY_ON_GPUS = 100
 
 
 @dataclass
-class Record:
+class StepMetrics:
     """Metrics of one step; tensors are float64 of shape (rows,), one row for each local node."""
 
     index: int
@@ -114,7 +114,7 @@ def consensus_distance(x: Sequence[torch.Tensor], mixer: Mixer, group: Group) ->
 
 def make_record(
     engine: Any, now: Any, loss: torch.Tensor | None, norm: torch.Tensor | None
-) -> tuple[Record, dict[str, float]]:
+) -> tuple[StepMetrics, dict[str, float]]:
     """Return the record of the present step, and averages over nodes by name for the cadence.
 
     :param engine: engine that has made the step
@@ -139,14 +139,14 @@ def make_record(
     distance = NAN
     if engine.measuring and mixer.synchronous:  # asynchronous nodes measure it at evaluations
         distance = consensus_distance(engine.vector.x, mixer, engine.group)
-    record = Record(engine.index, now.kind, now.lr, loss, norm, exchange_distance, distance)
+    record = StepMetrics(engine.index, now.kind, now.lr, loss, norm, exchange_distance, distance)
     record.seconds = engine.clock.end()
     record.bytes_sent = list(mixer.bytes_sent)
     record.staleness = list(mixer.staleness)
     return record, averages
 
 
-class Clock:
+class Stopwatch:
     """Stopwatch that splits the seconds of a step by activity.
 
     Waits for other nodes are counted as idle.

@@ -10,13 +10,13 @@ import torch
 
 from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.cadence import Cadence
-from mpigossip.engine.measurements import Clock, Record, make_record, mixed_distance
+from mpigossip.engine.measurements import StepMetrics, Stopwatch, make_record, mixed_distance
 from mpigossip.engine.vector import FlatParameters, bits, named_arrays, packed, scatter_row
 from mpigossip.groups.base import Group, local_shards
 from mpigossip.mixing.base import ExchangeKind, MessageArrays, Mixer
 
 
-class Exchange(Protocol):
+class ModelExchange(Protocol):
     """How the nodes of an engine exchange their models: whole, or one fragment at a time.
 
     In a LOCAL step, the engine calls ``adapt``, in any other one ``send`` and then ``receive``. An
@@ -81,7 +81,7 @@ class Engine:
         vector: FlatParameters,
         methods: Sequence[Algorithm],
         cadence: Cadence,
-        exchange: Exchange,
+        exchange: ModelExchange,
         *,
         measure_every: int = 0,
     ):
@@ -115,7 +115,7 @@ class Engine:
         *,
         loss: torch.Tensor | None = None,
         gradient_norm: torch.Tensor | None = None,
-    ) -> Record:
+    ) -> StepMetrics:
         """Make one step from the gradients at x, and return its record.
 
         :param lr: learning rate
@@ -205,7 +205,7 @@ class Engine:
     def replace_mixer(self, mixer: Mixer) -> None:
         """Continue with another mixer; a step that has begun is begun again."""
         self.mixer = mixer
-        self.clock = Clock(mixer)
+        self.clock = Stopwatch(mixer)
         self.exchange.discard()
         self._kind = None
 
@@ -237,7 +237,7 @@ class Engine:
         if self.measuring or kind is ExchangeKind.GLOBAL and "variance" in self.cadence.measures:
             self.mixed_distance = mixed_distance(sent, mixed, self.group)
 
-    def record(self, now: Step, loss: Any, norm: Any) -> Record:
+    def record(self, now: Step, loss: Any, norm: Any) -> StepMetrics:
         """Count the step and return its record.
 
         :param now: step that was made

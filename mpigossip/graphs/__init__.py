@@ -16,7 +16,7 @@ from mpigossip.graphs import classic, equitopo, exponential, finite_time
 from mpigossip.graphs.base import Graph, GraphError, checked_seed
 from mpigossip.graphs.base import from_matrices as from_matrices
 from mpigossip.graphs.rounds import Circulant as Circulant
-from mpigossip.graphs.rounds import Sparse as Sparse
+from mpigossip.graphs.rounds import SparseMatrix as SparseMatrix
 from mpigossip.graphs.user_graphs import from_file, from_function, from_value
 from mpigossip.graphs.user_graphs import from_networkx as from_networkx
 from mpigossip.graphs.user_graphs import from_sequence as from_sequence

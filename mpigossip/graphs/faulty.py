@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from mpigossip.graphs.base import SAMPLED_ROUNDS, Graph, GraphError, random_words
-from mpigossip.graphs.rounds import TOLERANCE, Round, Sparse
+from mpigossip.graphs.rounds import TOLERANCE, Round, SparseMatrix
 
 
 def least_rounds(share: float) -> float:
@@ -204,7 +204,7 @@ def without_lost_links(full: Round, alive: np.ndarray, facts: frozenset[str]) ->
     else:
         own += (w - remaining).sum(0) - w.diagonal()
     np.fill_diagonal(remaining, own)
-    return Sparse.from_matrix(remaining)
+    return SparseMatrix.from_matrix(remaining)
 
 
 @lru_cache(maxsize=64)

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from mpigossip.graphs.base import Cycle, Graph, GraphError
-from mpigossip.graphs.rounds import Circulant, Sparse
+from mpigossip.graphs.rounds import Circulant, SparseMatrix
 from mpigossip.graphs.weights import links
 
 Pairs = dict[tuple[int, int], float]
@@ -160,7 +160,9 @@ def _graph(n: int, rounds: list[Pairs]) -> Graph:
     for pairs in rounds:
         edges = np.array(list(pairs), np.int64).reshape(-1, 2)
         to, source = np.concatenate((edges, edges[:, ::-1])).T
-        sparse_rounds.append(Sparse.from_edges(n, to, source, np.tile(list(pairs.values()), 2)))
+        sparse_rounds.append(
+            SparseMatrix.from_edges(n, to, source, np.tile(list(pairs.values()), 2))
+        )
     return Graph(Cycle(tuple(sparse_rounds)))
 
 
@@ -227,8 +229,8 @@ def tree(parents: Sequence[int]) -> Graph:
         own = np.ones(n)
         emptied[nodes] = 0.0
         own[above] = 1.0 / sizes[above]
-        gather.append(Sparse.from_edges(n, above, nodes, 1.0, emptied))
-        spread.append(Sparse.from_edges(n, nodes, above, sizes[nodes] / sizes[above], own))
+        gather.append(SparseMatrix.from_edges(n, above, nodes, 1.0, emptied))
+        spread.append(SparseMatrix.from_edges(n, nodes, above, sizes[nodes] / sizes[above], own))
     return Graph(Cycle((*gather, *reversed(spread))))
 
 

@@ -14,7 +14,7 @@ from mpigossip.cluster import deadline
 from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.engine.measurements import Record
+from mpigossip.engine.measurements import StepMetrics
 from mpigossip.engine.module import ModuleParameters
 from mpigossip.engine.sharded import plan_layouts
 from mpigossip.engine.shared_memory import check_separate
@@ -170,7 +170,7 @@ class Gossip(RunDirectoryMixin):
         run = self._run
         self._loaded: dict | None = None
         self._stale = StaleGradients()
-        self.record: Record | None = None
+        self.record: StepMetrics | None = None
         """Metrics of the last step."""
         if self._job.run.survive:
             prepare(self._job, world)

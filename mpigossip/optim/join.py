@@ -43,7 +43,7 @@ from mpigossip.training.assemble import load
 T = TypeVar("T")
 
 
-class Member:
+class LoopMember:
     """The chunks of a member, which trains them alone and then averages with another member.
 
     After each chunk, x ← ½ (x + x_j) with the model x_j of another member. A late x_j is first
@@ -298,7 +298,7 @@ def join(
     poll_s: float = POLL_S,
     replay: bool = False,
     world: World | None = None,
-) -> Iterator[Member]:
+) -> Iterator[LoopMember]:
     """Return a context manager in which this program is a member of a training in a folder.
 
     The first member creates the training::
@@ -360,7 +360,7 @@ def join(
     ranks = SeveralRanks(world, None) if world.size > 1 else None
     with Stopper(world, folder, end_of_allocation(wall_clock_s)) as stopper:
         live = FolderExchange(place, stopper.due, poll_s, ranks)
-        with closing(Member(live, folder, job, inner, optimizer, replay, world)) as member:
+        with closing(LoopMember(live, folder, job, inner, optimizer, replay, world)) as member:
             yield member
 
 

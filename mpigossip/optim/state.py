@@ -177,7 +177,7 @@ def average_state(world: World, mixer: Mixer, optimizer: torch.optim.Optimizer) 
 # -- random numbers and kept objects ---------------------------------------------------------------
 
 
-class RankState(NamedTuple):
+class SavedRank(NamedTuple):
     """State of a single rank of a node."""
 
     arrays: dict[str, np.ndarray]
@@ -196,7 +196,7 @@ class RankState(NamedTuple):
             digests[name] = sha.hexdigest()
         return digests
 
-    def without_equal(self, first: Mapping[str, str]) -> RankState:
+    def without_equal(self, first: Mapping[str, str]) -> SavedRank:
         """Return this state without kept objects that the node's rank 0 has, too.
 
         :param first: digests of the kept objects of rank 0
@@ -205,10 +205,10 @@ class RankState(NamedTuple):
         kept = {name: obj for name, obj in self.kept.items() if first.get(name) != digests[name]}
         same = {f"own/{name}" for name in self.kept.keys() - kept.keys()}
         arrays = {k: a for k, a in self.arrays.items() if "/".join(k.split("/")[:2]) not in same}
-        return RankState(arrays, kept)
+        return SavedRank(arrays, kept)
 
 
-def of_rank(model: nn.Module, keeps: Mapping[str, Any]) -> RankState:
+def of_rank(model: nn.Module, keeps: Mapping[str, Any]) -> SavedRank:
     """Return the state of this rank; JobError for kept objects that a checkpoint can't contain."""
     arrays = {"rng/torch": torch.get_rng_state().numpy()}
     if (gpu := next(model.parameters()).device).type == "cuda":
@@ -221,12 +221,12 @@ def of_rank(model: nn.Module, keeps: Mapping[str, Any]) -> RankState:
         )
         for name, thing in keeps.items()
     }
-    return RankState(arrays, kept)
+    return SavedRank(arrays, kept)
 
 
-def of_node(state: RankState, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
+def of_node(state: SavedRank, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
     """Return the states of all ranks of the node on its rank 0; collective over the node."""
-    states: list[RankState] | None = [state]
+    states: list[SavedRank] | None = [state]
     if (intra_node := world.nodes.intra_node) is not None:
         first = intra_node.broadcast(state.digests())
         states = intra_node.gather(state.without_equal(first) if intra_node.rank else state)

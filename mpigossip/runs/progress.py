@@ -13,7 +13,7 @@ import numpy as np
 
 from mpigossip.config import Job
 from mpigossip.config.readable import print_note
-from mpigossip.engine.measurements import Record
+from mpigossip.engine.measurements import StepMetrics
 from mpigossip.training.evaluate import Evaluation
 from mpigossip.training.task import CLASSIFICATION, Objective
 
@@ -88,7 +88,7 @@ class Tally:
     spent: dict[str, float] = field(default_factory=dict)
     samples: int = 0
 
-    def add(self, record: Record, samples: int) -> None:
+    def add(self, record: StepMetrics, samples: int) -> None:
         for name, seconds in record.seconds.items():
             self.spent[name] = self.spent.get(name, 0.0) + seconds
         self.samples += samples

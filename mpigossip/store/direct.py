@@ -27,7 +27,7 @@ Any HDF5 library can read the file.
 """
 
 
-class Part(NamedTuple):
+class PendingWrite(NamedTuple):
     """Bytes that will be written, and their offset in the file."""
 
     offset: int
@@ -43,7 +43,7 @@ def pages(size: int) -> np.ndarray:
     return np.frombuffer(mmap.mmap(-1, size, private), np.uint8)
 
 
-def reserve(group: h5py.Group, name: str, array: np.ndarray) -> Part:
+def reserve(group: h5py.Group, name: str, array: np.ndarray) -> PendingWrite:
     """Create a contiguous dataset for an array without writing its bytes.
 
     :param group: group of the new dataset
@@ -57,10 +57,10 @@ def reserve(group: h5py.Group, name: str, array: np.ndarray) -> Part:
     creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     data = group.create_dataset(name, shape=flat.shape, dtype=flat.dtype, dcpl=creation)
-    return Part(data.id.get_offset(), flat.reshape(-1).view(np.uint8).data)
+    return PendingWrite(data.id.get_offset(), flat.reshape(-1).view(np.uint8).data)
 
 
-def fill(path: Path, parts: Sequence[Part]) -> str:
+def fill(path: Path, parts: Sequence[PendingWrite]) -> str:
     """Write the bytes of all reserved datasets to a file that is otherwise complete, and fsync it.
 
     :param path: file to write to
@@ -94,7 +94,7 @@ def _open_direct(path: Path) -> int | None:
         return None
 
 
-def _write(buffered: int, direct: int | None, part: Part, value: int) -> int:
+def _write(buffered: int, direct: int | None, part: PendingWrite, value: int) -> int:
     """Write a part and return the checksum continued over its bytes.
 
     O_DIRECT writes whole pages only, so the remaining bytes are written through the page cache.

@@ -33,7 +33,7 @@ and RDMA above. These are round values, not measurements.
 
 
 @dataclass(frozen=True)
-class Transport:
+class NetworkLibrary:
     """A library that sends messages over a network."""
 
     latency_s: float
@@ -43,11 +43,11 @@ class Transport:
 
 
 TRANSPORTS = {
-    "mpi-rdma": Transport(5e-6),
-    "mpi-tcp": Transport(50e-6, 1),
-    "nccl-rdma": Transport(15e-6),
-    "nccl-sockets": Transport(100e-6, 16),
-    "gloo": Transport(100e-6, 1),
+    "mpi-rdma": NetworkLibrary(5e-6),
+    "mpi-tcp": NetworkLibrary(50e-6, 1),
+    "nccl-rdma": NetworkLibrary(15e-6),
+    "nccl-sockets": NetworkLibrary(100e-6, 16),
+    "gloo": NetworkLibrary(100e-6, 1),
 }
 """Transports by the names of `plan --transport`. On AWS, NCCL opens 2 threads with 8 sockets each,
 elsewhere fewer (its documentation of NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD)."""

@@ -17,7 +17,7 @@ from mpigossip.graphs import (
     graph,
 )
 from mpigossip.graphs.base import Cycle, Drawn
-from mpigossip.graphs.rounds import Circulant, Sparse, paired
+from mpigossip.graphs.rounds import Circulant, SparseMatrix, paired
 from tests.cases import on_each
 
 SIZES = (1, 2, 3, 5, 6, 7, 8, 12, 16)
@@ -217,7 +217,7 @@ def test_messages_name_value_limit_and_remedy(call, message):
 def test_circulant_and_sparse_rounds_are_the_same_mathematics():
     rng = np.random.default_rng(0)
     circulant = Circulant(7, 0.5, (6, 2), (0.3, 0.2))
-    sparse = Sparse.from_matrix(circulant.matrix())
+    sparse = SparseMatrix.from_matrix(circulant.matrix())
     x = rng.standard_normal((7, 3))
     for one in (x, x[:, 0]):
         assert np.allclose(circulant.apply(one), circulant.matrix() @ one)
@@ -231,7 +231,7 @@ def test_circulant_and_sparse_rounds_are_the_same_mathematics():
 
 
 def test_sparse_rounds_bear_empty_rows():
-    r = Sparse.from_edges(4, [3], [0], 0.25)
+    r = SparseMatrix.from_edges(4, [3], [0], 0.25)
     assert r.apply(np.arange(4.0)).tolist() == [0.0, 1.0, 2.0, 2.25]
     assert r.neighbours(0)[0].tolist() == [] and r.receivers(0).tolist() == [3]
 

@@ -10,7 +10,7 @@ import pytest
 
 from mpigossip.graphs import GraphError, graph
 from mpigossip.graphs import search as searching
-from mpigossip.graphs.annealing import CandidateGraph, Task, fill, random_move
+from mpigossip.graphs.annealing import CandidateGraph, SearchTask, fill, random_move
 from mpigossip.graphs.search import save, search, search_circulants
 from mpigossip.graphs.spectral import spectral_gap
 from mpigossip.graphs.user_graphs import from_file
@@ -133,7 +133,7 @@ def test_circulant_searches_that_are_rejected(options, message):
 @on_each("weights", ["laplacian", "metropolis-hastings", "max-degree"])
 def test_blocks_of_a_symmetric_plan_have_the_spectrum_of_the_whole(m, weights):
     rng = np.random.default_rng(m)
-    plan = CandidateGraph(Task(24, 5, 44, weights), m)
+    plan = CandidateGraph(SearchTask(24, 5, 44, weights), m)
     fill(plan, rng)
     for _ in range(200):
         move = random_move(plan, rng)
@@ -151,7 +151,7 @@ def test_blocks_of_a_symmetric_plan_have_the_spectrum_of_the_whole(m, weights):
 
 
 def test_a_move_that_breaks_a_budget_changes_nothing():
-    plan = CandidateGraph(Task(8, 3, 12, "laplacian"), 1)
+    plan = CandidateGraph(SearchTask(8, 3, 12, "laplacian"), 1)
     fill(plan, np.random.default_rng(0))
     before = sorted(plan.orbits)
     blocks = plan.blocks.copy()

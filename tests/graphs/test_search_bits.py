@@ -12,7 +12,7 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from mpigossip.graphs.annealing import CandidateGraph, Screen, Task
+from mpigossip.graphs.annealing import CandidateGraph, Screen, SearchTask
 from tests.cases import every, on_each
 
 SEARCHES = """
@@ -118,7 +118,7 @@ def test_screening_does_not_hang_on_the_basis_of_an_eigenspace(network, weights)
     """Renumbered nodes turn the eigenvectors of multiple eigenvalues, and have the same gains."""
 
     def gain(places):
-        plan = CandidateGraph(Task(12, 11, 66, weights), 1)
+        plan = CandidateGraph(SearchTask(12, 11, 66, weights), 1)
         for i, j in network.edges:
             plan.add((min(places[i], places[j]), max(places[i], places[j]), 0))
         return Screen(plan).gain[np.ix_(places, places)]

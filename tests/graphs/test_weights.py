@@ -6,7 +6,7 @@ import pytest
 
 from mpigossip.graphs import WEIGHTS, GraphError, from_networkx, graph, reweighted
 from mpigossip.graphs import weights as rules
-from mpigossip.graphs.rounds import Circulant, Sparse
+from mpigossip.graphs.rounds import Circulant, SparseMatrix
 from mpigossip.graphs.spectral import spectral_gap
 from mpigossip.graphs.weights import laplacian_spectrum
 from tests.cases import on_each
@@ -73,7 +73,7 @@ def test_circulants_stay_circulant(name, rule):
     g = graph(name, 10, weights=rule)
     assert isinstance(g.round(0), Circulant)
     dense = from_networkx(nx.Graph(graph(name, 10).matrix(0)), rule)
-    assert isinstance(dense.round(0), Sparse)
+    assert isinstance(dense.round(0), SparseMatrix)
     assert np.allclose(g.matrix(0), dense.matrix(0), atol=1e-13)
 
 

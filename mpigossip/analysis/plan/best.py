@@ -7,7 +7,15 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from mpigossip.analysis.plan import ALL_REDUCE, GOSSIP, NEAR, Choice, Row, always_global, predict
+from mpigossip.analysis.plan import (
+    ALL_REDUCE,
+    GOSSIP,
+    NEAR,
+    Choice,
+    Prediction,
+    always_global,
+    predict,
+)
 from mpigossip.analysis.plan.quality import Accept, Evidence, nearest
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import aligned
@@ -35,7 +43,7 @@ class Proposal:
     level: int
     graph: str
     settings: tuple[str, ...]
-    row: Row | None = None
+    row: Prediction | None = None
     evidence: Evidence | None = None
     """The nearest measurement of what the method costs; None: not measured."""
 

@@ -19,7 +19,12 @@ from mpigossip.members.live import digest
 from mpigossip.members.place import FOLDERS, Place, record_name
 from mpigossip.members.records import End, Record, RecordStore, Version
 from mpigossip.runs.launch import differing
-from mpigossip.runs.members.fork_schedule import Change, Schedule, recorded_turns, rescaled_turns
+from mpigossip.runs.members.fork_schedule import (
+    Change,
+    ForkSchedule,
+    recorded_turns,
+    rescaled_turns,
+)
 from mpigossip.runs.members.join import FORMAT, JOB, plan_of, write_checkpoint
 from mpigossip.runs.members.member import Member
 from mpigossip.runs.members.ranks import for_ranks
@@ -143,7 +148,7 @@ class ForkLog(ReplayLog):
             )
             progress = [(max(steps) + 1) // periods.recorded for steps in self.chunks]
         try:
-            schedule = Schedule(
+            schedule = ForkSchedule(
                 rounds, self.starts, past, turns, unassigned, self.end, change, progress
             )
         except ValueError:

@@ -84,7 +84,7 @@ def rescaled_turns(
     return sorted(turns), chunks, unassigned
 
 
-class Schedule:
+class ForkSchedule:
     """Schedule of a fork; building it makes all decisions in the order of time.
 
     A chunk whose place is left out is trained in an additional round of a present place: before

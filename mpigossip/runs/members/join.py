@@ -20,7 +20,7 @@ from mpigossip.cluster.world import SingleProcess, World
 from mpigossip.config import Job, JobError
 from mpigossip.config.errors import UserError
 from mpigossip.config.readable import print_note
-from mpigossip.engine.measurements import Record
+from mpigossip.engine.measurements import StepMetrics
 from mpigossip.members.live import POLL_S, FolderExchange, StopRequested, layout, read_model
 from mpigossip.members.outages import FolderUnreachable
 from mpigossip.members.parts import cut
@@ -216,7 +216,7 @@ class _Watched:
         self._retry(lambda: self.recorder.start(self.progress, self.member.assembly))
         self.printer.start(self.shown, self.member.assembly)
 
-    def after(self, record: Record, chunk: int) -> None:
+    def after(self, record: StepMetrics, chunk: int) -> None:
         """Log a step, then check whether to leave; collective.
 
         :param record: metrics of the step
@@ -233,7 +233,7 @@ class _Watched:
         if live.stopping():
             raise StopRequested
 
-    def _log(self, record: Record, chunk: int) -> None:
+    def _log(self, record: StepMetrics, chunk: int) -> None:
         """Log a step.
 
         :param record: metrics of the step
@@ -304,7 +304,7 @@ class _Watched:
         self._retry(lambda: recorder.stop(progress, summary))
 
 
-def _of_ranks(records: Sequence[Record]) -> Record:
+def _of_ranks(records: Sequence[StepMetrics]) -> StepMetrics:
     """Return the record of a member's step from the records of its ranks.
 
     Losses and metrics are averaged, and bytes are summed. Rank 0 provides all other values.

@@ -11,7 +11,7 @@ import torch
 
 from mpigossip.algorithms.base import Step
 from mpigossip.config import JobError
-from mpigossip.engine.measurements import Record
+from mpigossip.engine.measurements import StepMetrics
 from mpigossip.engine.vector import ParameterLayout, is_per_row, join_row, scatter_row
 from mpigossip.engine.whole import WholeExchange
 from mpigossip.groups.base import Group, local_shards
@@ -186,7 +186,7 @@ class Member:
         put_buffers(dict(zip(engine.group.local_slots, replicas.buffers(0), strict=True)), state)
 
     def train(
-        self, exchange: Any, after: Callable[[Record, int], None] = lambda record, chunk: None
+        self, exchange: Any, after: Callable[[StepMetrics, int], None] = lambda record, chunk: None
     ) -> None:
         """Train chunks until there are no more.
 
