@@ -50,13 +50,13 @@ T = TypeVar("T")
 
 
 class FolderUnreachable(Failure):
-    """An operation on a training's folder has failed for too long. Another host may succeed."""
+    """Error if an operation on a training's folder fails for too long; another host may succeed."""
 
     code = STOPPED
 
 
 class ForeignFile(PermissionError):
-    """A file belongs to another user, in a folder that this member does not share with others."""
+    """Error if a file belongs to another user, although the folder is not shared (`--shared`)."""
 
 
 def cause(error: BaseException) -> OSError | None:
