@@ -232,9 +232,9 @@ class RankMixer(Mixer):
         odd = [w for w in layout.widths if layout.dtype.itemsize * layout.vectors * w % 8]
         if layout.scalars and odd:
             raise ValueError(
-                f"{layout.vectors} vectors of {odd[0]} elements of {layout.dtype} are not a "
-                "multiple of 8 bytes, as the float64 scalars after them require: pad the vectors "
-                "to an even width"
+                f"{layout.vectors} vectors of {odd[0]} elements of {layout.dtype} do not have a "
+                "multiple of 8 bytes, which the float64 scalars after them require: pad the "
+                "vectors to an even width"
             )
         super().__init__(graph, layout, range(world.rank, world.rank + 1))
         self.rank = world.rank

@@ -31,11 +31,11 @@ AWAITED = {
     FREE: "waiting for a free buffer in a neighbour's inbox",
     BEGUN: "waiting for a neighbour's model",
 }
-"""Description, in error messages, of a wait for each of these notifications."""
+"""Description of the wait for a notification, by its tag, for error messages."""
 
 
 class ProtocolError(RuntimeError):
-    """Notification with an unexpected number, which is a bug of this program."""
+    """Error if a notification has an unexpected number, which is a bug of this package."""
 
 
 class Notifications:

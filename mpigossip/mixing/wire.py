@@ -61,8 +61,8 @@ class Wire(NamedTuple):
         """
         if width % BUCKET:
             raise ValueError(
-                f'wire "{self.name}" encodes buckets of {BUCKET} columns; {width} columns do not '
-                "fill whole buckets"
+                f'wire "{self.name}" encodes buckets of {BUCKET} elements; {width} elements do not '
+                "fill whole buckets: pad the vector with zeros"
             )
         return -(-sum(self.sizes) * (width // BUCKET) // 8) * 8
 
