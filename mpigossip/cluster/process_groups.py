@@ -122,7 +122,7 @@ def check_environment(world: World, group_ranks: Sequence[GroupRank]) -> None:
         if refused and any(is_gpu(group_rank.device) for group_rank in group_ranks):
             raise JobError(
                 f"{name}={REFUSED[name]}: NCCL calls of several slots would wait for each other "
-                f"for ever; unset {name}"
+                f"without end; unset {name}"
                 for name in refused
             )
 

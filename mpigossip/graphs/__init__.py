@@ -25,10 +25,13 @@ from mpigossip.graphs.weights import reweighted
 
 
 def _builder(name: str, build: Callable[..., Graph]) -> Callable[..., Graph]:
-    """Return ``build`` with what all builders of graphs have in common.
+    """Return a builder that does what is equal for all graphs, and calls ``build`` for the rest.
 
-    This is the check of n, seed and options, the graph of a single node, the option `slack`, and
-    the name of the graph.
+    It checks n, the seed and the options, returns the graph of a single node if n is 1, applies the
+    option `slack`, and gives the graph its name.
+
+    :param name: name of the graph
+    :param build: function (n, seed, option=…) that returns the graph for n > 1
     """
     build_signature = inspect.signature(build)
     kind = inspect.Parameter.KEYWORD_ONLY

@@ -298,7 +298,9 @@ def search_circulants(
     """
     task = task_of(n, degree, edges, weights)
     if task.degree % 2 and n % 2:
-        raise GraphError(f"no circulant graph of {n} nodes has the odd degree {degree}")
+        raise GraphError(
+            f"no circulant graph of {n} nodes has the odd degree {degree}; choose an even degree"
+        )
     divisors = sum(n % d == 0 for d in range(1, (n - 1) // 2 + 1))
     count = divisors * math.comb(max(0, (n - 1) // 2 - 1), max(0, task.degree // 2 - 1))
     if count > limit:

@@ -204,7 +204,7 @@ def _opened(path: Path) -> Iterator[Any]:
     except GraphError:
         raise
     except FileNotFoundError as error:
-        raise GraphError(f'graph file "{path}" doesn\'t exist') from error
+        raise GraphError(f'graph file "{path}" doesn\'t exist; check the path') from error
     except PermissionError as error:
         raise GraphError(
             f'graph file "{path}" can\'t be read: {error.strerror}; ask its owner for access'
