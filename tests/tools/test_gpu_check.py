@@ -50,7 +50,10 @@ def tool(monkeypatch):
 
 
 def replaced(tool, monkeypatch, **ways):
-    """The table of checks: one by name, each of which returns or raises what is given."""
+    """Replace the table of checks: each check returns or raises the given value.
+
+    :param ways: value or exception of each check, by its name
+    """
 
     def measured(check, place, seconds):
         result = ways[check.title]
