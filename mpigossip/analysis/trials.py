@@ -199,9 +199,16 @@ def _try_out(
     what: str,
     rounds: int = ROUNDS,
 ) -> tuple[float, float]:
-    """Run some rounds, and close the mixer.
+    """Run some rounds, and close the mixer; return the time of a round and the error of averages.
 
-    Return the median seconds of a round, and the largest relative error of averages.
+    The time is the median, in seconds; the error is the largest relative error of any rank.
+
+    :param world: all ranks
+    :param test_graph: the graph
+    :param mixer: mixer to run and close
+    :param activities: list to which the present activity is added
+    :param what: description of the messages, for the activity
+    :param rounds: largest number of rounds
     """
     seconds = []
     worst = 0.0
@@ -225,7 +232,7 @@ def _try_out(
 
 
 def _finish_round(mixer: Mixer, t: int, mixed: list) -> None:
-    """Exchange the messages of round ``t``; put the results into ``mixed``."""
+    """Exchange the messages of round ``t``; replace the content of ``mixed`` by the results."""
     mixer.start(ExchangeKind.GOSSIP, t)
     mixed[:] = mixer.finish()[1]
 
