@@ -16,7 +16,7 @@ Each pair (sender i, receiver j) has two memory areas in the window of j, with t
 
 A swap gives a message either to the receiver or back to the sender. Each value is therefore
 applied exactly once and as a whole, with its push-sum weight, and neither side waits for the other.
-Since only one sender writes to a area, messages need no atomic operations on elements, and all
+Since only one sender writes to an area, messages need no atomic operations on elements, and all
 dtypes can be accumulated. Published values are read as in the asynchronous mixer
 (`asynchronous`): a reader compares two counters to make sure that the owner did not write while it
 was reading.
@@ -60,9 +60,9 @@ from mpigossip.mixing.window_access import HINTS, WindowAccess
 BEGUN = 0
 DONE = 1
 STATES = 2
-"""Indices of the int64 words at the beginning of a rank's window: the counter that is incremented
-before the published value is written, the counter that is set after it, and the word of each
-in-neighbour."""
+"""Indices of the int64 words at the beginning of a rank's window: BEGUN, the counter that is
+incremented before the published value is written; DONE, the counter that is set after it; and
+STATES, the word of the first in-neighbour, which the words of the others follow."""
 EMPTY = 0
 """Word of a pair without an unread message."""
 PUT = 0
@@ -539,7 +539,7 @@ class Window(WindowAccess):
         self._replace(j, out.word, 1 + out.index)
 
     def _collect(self) -> None:
-        """Take the unread messages of all in-neighbours, and apply them to the buffers."""
+        """Take the unread messages of all in-neighbours, and apply each to its buffer."""
         for index, buffer in enumerate(self._buffers.values()):
             state = self._swap_word(self.rank, 8 * (STATES + index), EMPTY)
             if state != EMPTY:
@@ -549,7 +549,10 @@ class Window(WindowAccess):
                 buffer.numbers[1] = version
 
     def _publish(self, flat: torch.Tensor) -> None:
-        """Write the value that neighbours read, between two increments of its counters."""
+        """Write the value that neighbours read, between the increments of its two counters.
+
+        :param flat: values to publish, (p,)
+        """
         if self._comm is None:
             return
         self._version += 1

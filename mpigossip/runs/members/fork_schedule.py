@@ -1,10 +1,10 @@
 """Schedule of a fork: which place trains which chunk in each round, and with which peer.
 
 A fork repeats a recorded training up to a round, the cut, and continues with one thing changed. In
-the recorded training, the speed of the members has decided who averages with whom. The schedule of
-a fork must not depend on speed, so that a fork can be repeated. Its time is therefore the Lamport
-clock in the records (`Round.age`): a recorded round takes as many units of time as it has advanced
-this clock, which is more than 1 if its member was slower than others.
+the recorded training, the speed of the members determined which models were averaged. The schedule
+of a fork must not depend on speed, because a fork has to be repeatable. Its time is therefore the
+Lamport clock in the records (`Round.age`): a recorded round takes as many units of time as it has
+advanced this clock, which is more than 1 if its member was slower than others.
 """
 
 from __future__ import annotations
