@@ -96,7 +96,7 @@ def _matrices(layout: Any, hidden: Sequence[int], x, g, momenta, lr, decay, sett
 
 
 def _unknown(*_: Any) -> Any:
-    raise ValueError("muon needs the parameter layout to find the matrices")
+    raise ValueError("muon needs the parameter layout to find the matrices: pass layout=…")
 
 
 def _hidden(layout: Any, adamw_for: Sequence[str]) -> list[int]:

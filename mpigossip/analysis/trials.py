@@ -94,7 +94,9 @@ def _averaged(group: Group, elements: int) -> float:
     (seconds,) = take_turns([average], least=REPEATS)
     for device, array in zip(group.devices, full, strict=True):
         if not bool((array == (group.slots - 1) / 2).all()):
-            raise GroupError(f"sums over the slots of the node are wrong on {device}")
+            raise GroupError(
+                f"sums over the slots of the node are wrong on {device}: try another node.sums"
+            )
     return min(seconds)
 
 

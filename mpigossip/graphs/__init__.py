@@ -47,7 +47,9 @@ def _builder(name: str, build: Callable[..., Graph]) -> Callable[..., Graph]:
                 f"{', '.join(option_names)}"
             )
         if isinstance(n, bool) or not hasattr(n, "__index__") or n < 1:
-            raise GraphError(f'graph "{name}" needs at least one node, got {n!r}')
+            raise GraphError(
+                f'graph "{name}" needs at least one node, got {n!r}; pass n, the number of nodes'
+            )
         n = operator.index(n)
         seed = checked_seed(seed, f'graph "{name}"')
         result = build(n, seed, **options) if n > 1 else classic.identity(n)

@@ -228,7 +228,10 @@ class RankMixer(Mixer):
             message with scalars are not a multiple of 8 bytes
         """
         if graph.n != world.size:
-            raise ValueError(f"a graph of {graph.n} nodes can't run on {world.size} ranks")
+            raise ValueError(
+                f"a graph of {graph.n} nodes can't run on {world.size} ranks: build it for "
+                "world.size nodes"
+            )
         odd = [w for w in layout.widths if layout.dtype.itemsize * layout.vectors * w % 8]
         if layout.scalars and odd:
             raise ValueError(

@@ -54,7 +54,9 @@ class MessageLayout:
 
     def __post_init__(self) -> None:
         if len(set(self.widths)) != 1:
-            raise ValueError(f"shards of a node must have equal widths, got {self.widths}")
+            raise ValueError(
+                f"shards of a node must have equal widths, got {self.widths}: pad the vector"
+            )
 
     @property
     def slots(self) -> int:

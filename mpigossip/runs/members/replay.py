@@ -251,7 +251,11 @@ class ReplayLog:
             for key in BITS
             if key in was and was[key] != facts[key]
         ]
-        return f"; the record was made with {', '.join(unlike)}" if unlike else ""
+        return (
+            f"; the record was made with {', '.join(unlike)}: use the same environment as then"
+            if unlike
+            else ""
+        )
 
     def summary(self) -> str:
         """Return a summary of the rounds that were repeated."""
