@@ -208,6 +208,12 @@ def _round(world: World, test_graph: Graph, t: int, size: int, window) -> list:
 
     The first time is for a small put, the second for a large one. Each is the shortest time of some
     repeats.
+
+    :param world: all ranks
+    :param test_graph: the graph
+    :param t: number of the round
+    :param size: bytes of the large put
+    :param window: window to put into
     """
     message = np.full(size, (world.rank + t) % 251, np.uint8)
     targets = _targets(world, test_graph, t)

@@ -117,6 +117,13 @@ def rates(
     CPUs exchange by the mixer that training uses, and the results are compared with the mixing
     matrix. GPUs exchange as in the test by which training chooses a transport. A transport between
     GPUs that fails this test is reported as a note.
+
+    :param options: options of `mpigossip doctor`
+    :param world: all ranks
+    :param test_graph: the graph
+    :param slots: devices of this rank's slots
+    :param way: name of the transport
+    :param activities: list to which the present activity is added
     """
     room = room_for_messages(world)
     seconds_per_byte = 0.0

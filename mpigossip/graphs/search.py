@@ -100,6 +100,10 @@ class _Best:
 def task_of(n: int, degree: int | None, edges: int | None, weights: str) -> Task:
     """Return the task of a search, after checking its limits.
 
+    :param n: number of nodes
+    :param degree: largest number of neighbours of a node; None: no limit
+    :param edges: largest number of edges; None: no limit
+    :param weights: name of the rule of weights, one of `WEIGHTS`
     :raises GraphError: if no graph fits these limits
     """
     if n < 2:

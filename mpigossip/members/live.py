@@ -133,6 +133,9 @@ def read_model(
 def _read_shard(place: Place, version: Round, shard: Shard) -> NodeState:
     """Read a file of a model and compare it with its record.
 
+    :param place: place of the member that reads
+    :param version: record of the round that published the model
+    :param shard: description of the file in this record
     :raises StoreError: if the file is damaged, or belongs to another user or model
     """
     disk = place.disk

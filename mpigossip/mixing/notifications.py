@@ -119,7 +119,12 @@ class Notifications:
         return [request for request, _ in self._receives.values()]
 
     def describe_late(self, rank: int, tag: int, number: int) -> str:
-        """Return the error message for a notification that does not arrive in time."""
+        """Return the error message for a notification that does not arrive in time.
+
+        :param rank: rank that should have sent it
+        :param tag: tag of the notification
+        :param number: number of the notification, from which the round is computed
+        """
         last = self._reached.get(rank)
         per_round = self.per_round
         progress = "has sent nothing yet"

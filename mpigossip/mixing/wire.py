@@ -192,7 +192,12 @@ def encode_slot(
     codes: torch.Tensor | None,
     fields: Sequence[Field] | None = None,
 ) -> None:
-    """Encode the message of one slot, as :func:`encode` does."""
+    """Encode the message of one slot; :func:`encode` describes the other parameters.
+
+    :param slot: index of the slot
+    :param arrays: vectors and scalars of the slot, with one row for each node
+    :param codes: memory for the encoded message of the slot, uint8; None: only quantize
+    """
     for field, columns in layout.fields if fields is None else fields:
         offset = layout.offset(field)
         if field < layout.vectors:

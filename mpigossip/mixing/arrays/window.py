@@ -515,7 +515,14 @@ class Window(WindowAccess):
             self._running = self._thread.submit(work)
 
     def _send(self, call: str, kind: int, x: Any, weights: Weights | None, t: int | None) -> None:
-        """Check the arguments of a call, and send its value in the progress thread."""
+        """Check the arguments of a call, and send its value in the progress thread.
+
+        :param call: name of the call, for messages
+        :param kind: PUT or ACCUMULATE
+        :param x: array to send
+        :param weights: factor of each rank that is sent to; None: 1 for all out-neighbours
+        :param t: round of the graph whose out-neighbours are meant; None: of any round
+        """
         self._ready(call, x)
         available = self._neighbours(call, t)[1]
         given = dict.fromkeys(available, 1.0) if weights is None else dict(weights)
@@ -531,7 +538,13 @@ class Window(WindowAccess):
         self._run(call, send_all)
 
     def _send_to(self, j: int, kind: int, value: torch.Tensor, weight: float) -> None:
-        """Withdraw the last message to rank ``j`` if it is unread, and send the next one."""
+        """Withdraw the last message to rank ``j`` if it is unread, and send the next one.
+
+        :param j: out-neighbour
+        :param kind: PUT or ACCUMULATE
+        :param value: value to send, (p,)
+        :param weight: push-sum weight of the value
+        """
         out = self._outgoing[j]
         withdrawn = self._swap_word(j, out.word, EMPTY) != EMPTY
         out.merge(withdrawn, kind, value, weight)
