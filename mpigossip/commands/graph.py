@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FIGURES = (
     ("degree", "degree", "largest number of in-neighbours in a round"),
-    ("period", "period", "rounds until the graph repeats; - if never"),
+    ("period", "period", "rounds until a graph repeats; - if never"),
     ("spectral_gap", "gap", "1 - rho(W), for static graphs"),
     ("rounds_to_exact", "exact", "rounds to the exact average; - if never"),
     ("residue_after_period", "residue", "||product of W over a period - J||"),
