@@ -83,7 +83,7 @@ def test_each_row_stands_beside_its_limit_and_what_did_not_run_says_why(tool, mo
     assert "not run: needs 2 GPUs or more" in text
     late = []
     tool.all_rows(tool.Place("cpu", True), late, time.monotonic() + 5, checks)
-    assert all("time was over" in row.measured for row in late)
+    assert all("time limit" in row.measured for row in late)
 
 
 LEAVES = """
