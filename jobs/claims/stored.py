@@ -19,7 +19,7 @@ def read(path: Path) -> list[Line]:
 
 
 def faults(runs: Sequence[Line]) -> list[str]:
-    """Return one text for each contradiction, such as a run that is stored under two names."""
+    """Describe each contradiction between stored runs, such as a run with two different names."""
     designs = {(c.study, c.nodes, key(c.labels)): c for make in STUDIES.values() for c in make()}
     problems = list[str]()
     seen = dict[str, Line]()

@@ -122,7 +122,7 @@ def check_environment(world: World, group_ranks: Sequence[GroupRank]) -> None:
         if refused and any(is_gpu(group_rank.device) for group_rank in group_ranks):
             raise JobError(
                 f"{name}={REFUSED[name]}: NCCL calls of several slots would wait for each other "
-                f"for ever; unset {name}"
+                f"without end; unset {name}"
                 for name in refused
             )
 
@@ -263,7 +263,16 @@ def _share_keys(
     results: dict[int, Any],
     timeout_s: float,
 ) -> None:
-    """Exchange keys between all ranks until every group is connected; waits for all ranks."""
+    """Exchange keys between all ranks until every group is connected; collective.
+
+    :param world: ranks that open groups
+    :param store: store of this process, whose keys are sent to all ranks
+    :param group_ranks: the ranks that this process takes in groups
+    :param results: results of the connecting threads so far, by index in ``group_ranks``
+    :param timeout_s: time limit in seconds
+    :raises WaitTimeoutError: on all ranks, if a group is not connected within the time limit
+    :raises Failure: on all ranks, if opening a group fails
+    """
     comm = None if world.comm is None else with_timeout(world.comm, timeout_s)
     shared: set[str] = set()
     until = time.monotonic() + timeout_s

@@ -344,7 +344,9 @@ def from_matrices(matrices: Sequence[np.ndarray] | np.ndarray, name: str = "matr
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
             raise GraphError(f"mixing matrix {t} has shape {matrix.shape}; it must be square")
         if not np.isfinite(matrix).all():
-            raise GraphError(f"mixing matrix {t} contains values that are not finite")
+            raise GraphError(
+                f"mixing matrix {t} contains values that are not finite; replace them by numbers"
+            )
         rounds.append(SparseMatrix.from_matrix(matrix))
     return Graph(Cycle(tuple(rounds)), name)
 

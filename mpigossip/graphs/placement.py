@@ -130,6 +130,7 @@ def renumbered(graph: Graph, places: Sequence[int] | np.ndarray) -> Graph:
 
     if isinstance(graph.schedule, Drawn):
         raise GraphError(
-            f'graph "{graph.name}" is drawn again in each round, so it can\'t be renumbered'
+            f'graph "{graph.name}" is drawn again in each round, so it can\'t be renumbered; use '
+            "it with the order of the ranks"
         )
     return replace(graph, schedule=graph.schedule.mapped(change))

@@ -108,6 +108,10 @@ class _Best:
 def task_of(n: int, degree: int | None, edges: int | None, weights: str) -> SearchTask:
     """Return the task of a search, after checking its limits.
 
+    :param n: number of nodes
+    :param degree: largest number of neighbours of a node; None: no limit
+    :param edges: largest number of edges; None: no limit
+    :param weights: name of the rule of weights, one of `WEIGHTS`
     :raises GraphError: if no graph fits these limits
     """
     if n < 2:
@@ -306,7 +310,9 @@ def search_circulants(
     """
     task = task_of(n, degree, edges, weights)
     if task.degree % 2 and n % 2:
-        raise GraphError(f"no circulant graph of {n} nodes has the odd degree {degree}")
+        raise GraphError(
+            f"no circulant graph of {n} nodes has the odd degree {degree}; choose an even degree"
+        )
     divisors = sum(n % d == 0 for d in range(1, (n - 1) // 2 + 1))
     count = divisors * math.comb(max(0, (n - 1) // 2 - 1), max(0, task.degree // 2 - 1))
     if count > limit:

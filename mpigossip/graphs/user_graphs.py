@@ -204,7 +204,7 @@ def _opened(path: Path) -> Iterator[Any]:
     except GraphError:
         raise
     except FileNotFoundError as error:
-        raise GraphError(f'graph file "{path}" doesn\'t exist') from error
+        raise GraphError(f'graph file "{path}" doesn\'t exist; check the path') from error
     except PermissionError as error:
         raise GraphError(
             f'graph file "{path}" can\'t be read: {error.strerror}; ask its owner for access'
@@ -257,7 +257,14 @@ def from_file(path: str | Path) -> Graph:
 
 
 def _edges(edges: Any, n: int, directed: bool, path: Path) -> SparseMatrix:
-    """Return the round, with weights 1, of the pairs of nodes in a file."""
+    """Return the round, with weights 1, of the pairs of nodes in a file.
+
+    :param edges: pairs of node numbers, as read from JSON
+    :param n: number of nodes
+    :param directed: True: pairs are (sender, receiver); False: messages go both ways
+    :param path: path of the file, for messages
+    :raises GraphError: if ``edges`` is not a list of distinct pairs of different nodes
+    """
     try:
         pairs = np.array(edges)
     except (TypeError, ValueError):

@@ -39,7 +39,12 @@ def links(graph: Graph) -> Any:
 
 
 def _undirected(r: Round, rule: str) -> None:
-    """Raise GraphError if some edge of a round is directed, which the rule does not allow."""
+    """Check that all edges of a round are undirected.
+
+    :param r: round
+    :param rule: name of the rule that requires this, for the message
+    :raises GraphError: if some edge is directed
+    """
     if isinstance(r, Circulant):
         is_undirected = set(r.offsets) == {r.n - o for o in r.offsets}
     else:

@@ -375,18 +375,18 @@ class Version(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """File with the consecutive elements of a model that one rank of a member holds."""
+    """Description of a file with the part of a model that one rank of a member holds."""
 
     file: str
     """Name of the file in `models`."""
     bytes: int
-    """Size of the file."""
+    """Size of the file, in bytes."""
     checksum: str
     """Checksum of the bytes of the file."""
     first: int
-    """Index of the first element in the flat parameters of the model."""
+    """Index of the first element of the part in the flat parameters of the model."""
     parameters: int
-    """Number of elements."""
+    """Number of elements of the part."""
     digest: str
     """SHA-256 of the arrays in the file."""
 
@@ -442,11 +442,11 @@ class Round(Record):
     file: str
     """Name of the model's file in `models`; with `shards`, the file of the first one."""
     bytes: int
-    """Size of all files of the model."""
+    """Size of all files of the model together, in bytes."""
     checksum: str
-    """Checksum of the bytes of the file."""
+    """Checksum of the bytes of `file`."""
     parameters: int
-    """Number of parameters of the model."""
+    """Number of elements of all parameters of the model."""
     digest: str
     """SHA-256 of the arrays in the file; with `shards`, of the text of their digests."""
     shards: tuple[Shard, ...] = ()
@@ -459,7 +459,7 @@ class Round(Record):
 
     @property
     def files(self) -> tuple[Shard, ...]:
-        """Files of the model; one file with all elements if the member has one rank."""
+        """Descriptions of the model's files; one file with all elements if there is one rank."""
         whole = Shard(self.file, self.bytes, self.checksum, 0, self.parameters, self.digest)
         return self.shards or (whole,)
 
@@ -550,7 +550,7 @@ def _typed(value: Any, kind: str, name: str) -> Any:
 
 
 def _shard(values: Any) -> Shard:
-    """Return the shard that a list of its fields describes.
+    """Return the description of a file that a list of its fields encodes.
 
     :raises ValueError: if a field is missing or has another type
     """

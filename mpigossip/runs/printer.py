@@ -161,8 +161,8 @@ class Printer(Hook):
     def _hidden(self) -> str:
         """Return a text with the hidden fraction of the exchange time since the last line.
 
-        Hidden is the part during which the main thread did not wait. The text is "" if no exchange
-        was timed.
+        An exchange is hidden while the main thread does not wait for it. The text is "" if no
+        exchange was timed.
         """
         mixer = self._engine.mixer
         now = (mixer.exchange_seconds, mixer.wait_seconds)

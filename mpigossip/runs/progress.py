@@ -29,7 +29,7 @@ class Progress:
     steps_per_epoch: int = 0
     """Number of steps per epoch; 0 if it is not known, as in custom loops."""
     total_steps: int = 0
-    """Step at which the run ends; 0 if it is not known."""
+    """Number of steps of the whole run; 0 if it is not known."""
     samples_per_step: int = 0
     """Number of samples in a step of all nodes; 0 if it is not known."""
     objective: Objective = CLASSIFICATION
@@ -51,7 +51,7 @@ class Progress:
     """Time by `time.perf_counter` at which this attempt began."""
     evaluation: Evaluation | None = None
     lost: list[str] = field(default_factory=list)
-    """One line for each failed rank."""
+    """Description of each failed rank: its number, its host and the step of its failure."""
     warnings: list[str] = field(default_factory=list)
     """Warnings that the summary repeats."""
     checkpoint: Path | None = None

@@ -360,7 +360,7 @@ def _mean_of_known(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def environment() -> dict[str, str]:
-    """Return the versions of software, the machine and the command of this run, for the log."""
+    """Return the versions of software, the machine and the command of this run, as text by name."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

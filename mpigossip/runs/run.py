@@ -332,9 +332,9 @@ class Run:
             )
 
     def _same_step(self, call: str) -> int:
-        """Return the number of steps done, after a check that it is equal on all ranks; collective.
+        """Check that all ranks have done the same number of steps, and return it; collective.
 
-        The steps of asynchronous nodes may differ: the largest number of any node is returned.
+        Asynchronous nodes may have done different numbers: the largest one is returned.
 
         :param call: name of this call, for messages
         :raises JobError: on all ranks, if synchronous nodes have done different numbers of steps,

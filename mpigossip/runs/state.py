@@ -26,8 +26,8 @@ from mpigossip.store.manifest import MOST
 
 COUNTERS = {"index", "born", "round", "shift", "seconds", "bytes_sent"}
 AVERAGED = {"momentum", "first", "second"}
-"""Names of the states of algorithms that are means of gradients. Only these can be averaged over
-nodes; all other states have to be reset."""
+"""Names of those arrays in the states of algorithms that are means of gradients or of their
+squares. Only these can be averaged over nodes; all other arrays have to be reset."""
 
 # -- from a node to arrays -------------------------------------------------------------------------
 

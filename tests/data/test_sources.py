@@ -563,7 +563,7 @@ def test_the_loader_needs_nothing_but_the_contract():
 
 
 def test_a_custom_subclass_has_to_state_that_its_samples_are_independent():
-    """Its batches of several nodes are otherwise not made as one array."""
+    """Without this, the batches of several nodes would not be one array."""
 
     class Custom(SyntheticSource):
         pass

@@ -111,7 +111,7 @@ def test_an_average_without_a_gradient_leaves_the_mean_and_draws_nodes_together(
 
 
 def test_an_average_of_a_waiting_node_measures_nothing(monkeypatch):
-    """Its record would be discarded, and it happens in each idle exchange."""
+    """The record of an exchange without a step would be discarded, so none is made."""
     made = engine("algorithm.name=dsgd")
     measured = []
     monkeypatch.setattr(made, "measure", lambda *message: measured.append(message))
@@ -260,7 +260,7 @@ def test_sent_parameters_are_compared_by_their_bits(sent, same):
 
 
 class Written:
-    """Exchange that writes down what the engine asks of it."""
+    """Exchange that logs the calls of the engine."""
 
     outbox = None
 
@@ -272,7 +272,7 @@ class Written:
 
 
 def test_a_step_is_local_or_sends_and_receives():
-    """The engine leaves to its exchange what crosses the network, and when."""
+    """The exchange, and not the engine, decides which vectors are sent, and when."""
     made = engine("algorithm.name=dsgd cadence.name=every cadence.period=2")
     made.exchange = written = Written()
     list(steps(made, 0, 2))

@@ -18,7 +18,7 @@ from tests.cases import on_each
 
 
 def checked(result):
-    """The graph keeps its budgets, is connected, and is as good as it says."""
+    """Check that a graph is within its limits, is connected, and has the score of its result."""
     network = nx.Graph(list(result.edges))
     assert len(network) == result.n and nx.is_connected(network)
     assert len(network.edges) == len(result.edges) <= result.budget
@@ -175,7 +175,7 @@ def test_results_in_files(searched, tmp_path):
     assert local.n == 10 and "signed" not in local.facts
     with pytest.raises(GraphError, match="10 nodes, but 4"):
         graph(f"file:{path}", 4)
-    save(searched, path)  # over itself
+    save(searched, path)  # the file exists already
 
 
 def test_sequences_and_directed_graphs_in_files(tmp_path):

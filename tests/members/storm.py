@@ -25,7 +25,7 @@ from tests.members.faults import Faults, here, injected
 
 
 class Killed(BaseException):
-    """The member's process is killed."""
+    """Exception that stands for the kill of a member's process."""
 
 
 @dataclass
@@ -82,9 +82,10 @@ def state(x: np.ndarray, index: int) -> NodeState:
 
 
 class Tiny:
-    """x ← x + sin(chunk + parameter), then the mean with a peer, in float32.
+    """Member with a model of four numbers: x ← x + sin(chunk + parameter), in float32.
 
-    ``part``: part of the parameters that this rank trains; None: all.
+    After each chunk, x is averaged with the model of a peer. The attribute ``part`` is the part of
+    the model that this rank trains; None: the whole model.
     """
 
     def __init__(self, sleep=lambda: None, part: Part | None = None):
@@ -250,7 +251,10 @@ def chunks_of(root: Path, plan: TrainingPlan) -> Counter:
 
 
 def replay(root: Path, plan: TrainingPlan, ranks: int = 1) -> int:
-    """Repeat all rounds and return their number; raise ReplayMismatch if one differs."""
+    """Repeat all rounds; return their number.
+
+    :raises ReplayMismatch: if the model of a round differs from its record
+    """
     reader = Place(RecordStore(root, shared=True), plan, report=lambda line: None)
     script = ReplayLog(reader, ranks)
     repeat(script, script.rounds, Tiny())

@@ -38,7 +38,7 @@ STORM = TrainingPlan(120, 4, 0.3)
 
 
 def right(root, plan) -> bool:
-    """Every chunk is in exactly one published round, and all rounds can be repeated."""
+    """Return whether each chunk is in exactly one published round, and replay repeats them all."""
     counts = chunks_of(root, plan)
     once = all(counts[chunk] == 1 for chunk in range(plan.chunks))
     return once and replay(root, plan) == plan.chunks
@@ -242,7 +242,7 @@ def test_a_round_whose_model_could_not_be_written_is_closed_by_its_own_name(tmp_
 
 
 def test_a_member_without_a_readable_model_leaves_a_complete_chain(tmp_path):
-    """It has a place but no first record, so its chain is only the closing record."""
+    """The member has a place but no first record, so its chain is only the closing record."""
     begin(root := tmp_path / "run")
     plan = TrainingPlan(8, 2, 60.0)
     assert member(Bad(root, random.Random(1), kill_at=60), plan) == "killed"

@@ -16,7 +16,7 @@ VOCABULARY = 51
 CONTEXT = 12
 WIDTH = 20
 BATCH = 4
-"""Vocabulary size that 2 and 3 don't divide, and width that 3 doesn't divide."""
+"""Sizes of the model: 2 and 3 do not divide the vocabulary size, 3 does not divide the width."""
 SGD = ("dmsgd", "qg-dmsgd", "decentlam", "detag", "defacto")
 
 
@@ -42,7 +42,7 @@ class Block(nn.Module):
         super().__init__()
         self.before = nn.LayerNorm(WIDTH)
         self.between = nn.LayerNorm(WIDTH)
-        # a bias of keys has no gradient but rounding, of which AdamW makes steps
+        # The gradient of a bias of keys is only rounding error, from which AdamW would make steps.
         self.attend = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.project = nn.Linear(WIDTH, WIDTH)
         self.wide = nn.Linear(WIDTH, 4 * WIDTH)

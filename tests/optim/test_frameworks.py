@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 LOOPS = Path(__file__).parents[2] / "jobs/loops"
-# What each loop needs; its options for a short run on the CPU.
+# Packages that each loop needs, and its options for a short run on the CPU.
 FRAMEWORKS = {
     "accelerate_loop.py": (
         ("accelerate",),
@@ -23,9 +23,9 @@ FRAMEWORKS = {
         ["--cpu", "--steps", "12", "--save-every", "5"],
     ),
 }
-# What a batch script often exports, and what Slurm leaves in a rank's environment: beside the
-# launcher's own variables, the first lets Accelerate join all ranks in silence, and Lightning
-# refuses the second.
+# Variables that batch scripts often export, and variables that Slurm sets for a rank. Together with
+# the launcher's own variables, the first make Accelerate join all ranks silently, and Lightning
+# rejects the second.
 MISLEADING = {"MASTER_ADDR": "127.0.0.1", "SLURM_NTASKS": "3", "SLURM_JOB_NAME": "train"}
 
 

@@ -57,7 +57,7 @@ def test_uneven_shards_of_three_ranks_equal_full_models_within_rounding(ranks):
             assert apart(result[k], wanted[node]) < 1e-5, case
 
 
-# -- what else a loop does -------------------------------------------------------------------------
+# -- other operations of a loop --------------------------------------------------------------------
 
 
 def made(world, **more):

@@ -71,7 +71,7 @@ def test_a_rank_behind_finished_ranks_ends_alone(tolerant, tmp_path, folder):
         if "3 nodes continue" not in done.stderr:
             break
     else:
-        pytest.skip("three times the others saw the loss before they were done, and went on")
+        pytest.skip("in three attempts, the others noticed the failure before they had finished")
     result = survivors.digests(done.stdout)
     whole = survivors.expected(N, STEPS)
     assert [result[1], result[3]] == [whole[1], whole[3]], done.stderr

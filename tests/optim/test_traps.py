@@ -169,7 +169,7 @@ def test_parameters_added_after_gossip_are_rejected():
             train(optimizer, model, 0, range(2, 3))
 
 
-# -- what all nodes begin with ---------------------------------------------------------------------
+# -- initial models of all nodes -------------------------------------------------------------------
 
 
 @with_world
@@ -197,7 +197,7 @@ def test_all_nodes_start_with_the_model_of_node_0_and_differences_are_reported_o
             assert not said or "of 2 other ranks differed from that of rank 0" in said[0], said
 
 
-# -- what differs between ranks --------------------------------------------------------------------
+# -- differences between ranks --------------------------------------------------------------------
 
 
 DIFFERENT = {  # a rank's model, and what is said
@@ -802,7 +802,7 @@ def test_an_exchange_without_a_step_comes_first_or_at_a_rate_of_0():
     assert all(bool(part.isfinite().all()) for (part,) in optimizer.engine.parts().values())
 
 
-# -- what is given in another form -----------------------------------------------------------------
+# -- arguments of other types -----------------------------------------------------------------
 
 
 @on_each(
@@ -850,7 +850,7 @@ def test_a_node_without_a_launcher_reports_once_that_it_is_alone(mpirun, pooled,
         assert ("mpiexec -n 4 python" in one.stderr) == bool(count)
 
 
-# -- what isn't a number ---------------------------------------------------------------------------
+# -- non-finite values ---------------------------------------------------------------------------
 
 
 def poisoned(world, value, save=False, **options):
@@ -956,7 +956,7 @@ def test_a_call_that_only_one_rank_makes_is_named(mpirun, n, does):
     lines = [line for line in done.stderr.splitlines() if line.startswith("mpigossip: ")]
     said = [line for line in lines if "don't require gradients" not in line]
     assert len(said) == 1, done.stderr
-    # whoever's limit comes first speaks: of its own call and of the other
+    # The rank that reaches its time limit first reports its own call and the other rank's call.
     assert re.search(f"in {call}, which all ranks have to call", said[0]) or (
         "in step(), which all ranks have to call" in said[0]
         and re.search(rf"rank 0 on \S+ waits in {call}", said[0])

@@ -50,7 +50,7 @@ def test_each_parameter_has_its_own_storage(tmp_path):
     assert (tmp_path / "saved").stat().st_size == (tmp_path / "alone").stat().st_size
 
 
-# -- what is around the model before or after Gossip ----------------------------------------------
+# -- wrappers of the model before or after Gossip ----------------------------------------------
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def test_round_trip(tmp_path):
 
 
 def test_the_manifest_is_read_once_for_all_nodes(tmp_path, monkeypatch):
-    """Its length grows with the number of nodes: reading it for each node takes n² time."""
+    """The manifest has n entries, so that reading it for each of n nodes would take n² time."""
     path = write_checkpoint(tmp_path, 3)
     reads = []
     read = checkpoint.read_manifest

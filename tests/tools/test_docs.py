@@ -86,7 +86,7 @@ def callables():
 
 
 def test_the_page_python_names_every_argument_and_no_other():
-    """In a field ``:param``, where there are several, or in the text, where it is the only one."""
+    """Several arguments are described by ``:param`` fields; a single one may be in the text."""
     wrong = []
     seen = set()
     for name, made in callables():
@@ -111,7 +111,7 @@ def test_gossip_takes_the_options_that_the_page_python_lists():
 
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_the_commands_of_a_page_are_commands(page, monkeypatch, capsys):
-    """Parsed, not run; extras and copied examples exist."""
+    """The commands are parsed, but not run; their extras and copied examples exist."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for extras in re.findall(r"pip install.*\[([\w,-]+)\]", PAGES[page]):
         assert set(extras.split(",")) <= project["optional-dependencies"].keys()
@@ -128,7 +128,7 @@ def test_the_commands_of_a_page_are_commands(page, monkeypatch, capsys):
 
 @pytest.mark.every
 def test_tutorials_run_as_pasted(tmp_path, mpirun, monkeypatch):
-    """The loop on four ranks, and resumed; the algorithm and graph in a study."""
+    """Run the loop on four ranks, and resume it; then run the study of algorithm and graph."""
     (program,) = blocks("tutorial-loop", "python")
     for steps in (30, 40):  # the second goes on where the first ended
         (tmp_path / "train.py").write_text(program.replace("BATCH = 600", f"BATCH = {steps}"))
@@ -157,7 +157,7 @@ SCRIPTS = [p for p in (ROOT / "jobs").rglob("*") if p.suffix in (".sh", ".sbatch
 
 
 def here(name):
-    """Whether a file that a page names is there: in the reader's folder or in the source tree."""
+    """Return whether a file that a page names exists, in the reader's folder or the source tree."""
     return Path(name).exists() or (ROOT / name).exists()
 
 
@@ -244,7 +244,7 @@ def test_the_script_of_a_rank_for_each_gpu_is_as_the_page_says(capsys, monkeypat
 
 @pytest.mark.every
 def test_the_table_of_choose_is_what_plan_predicts(capsys):
-    """Its column of 1 Gbit/s: the command of the page, at all that it is given."""
+    """Compare the column of 1 Gbit/s with the output of the command on the page."""
     (line,) = [each for each in lines("choose") if " plan " in each]
     assert cli.main([*shlex.split(line)[1:], "--json"]) == 0
     rows = {row["label"]: row for row in json.loads(capsys.readouterr().out)["16"]["proposals"]}
@@ -278,7 +278,7 @@ EVIDENCE = json.loads((HERE / "evidence.json").read_text())
 
 @on_each("row", EVIDENCE)
 def test_numbers_on_several_pages_are_those_of_the_evidence(row):
-    """Its JSON is the one place: the source has them, and each page that repeats them."""
+    """The JSON of the evidence is the reference for its page and for pages that repeat numbers."""
     source = (ROOT / row["source"]).read_text()
     assert all(re.search(rf"(?<![\d.]){re.escape(n)}", source) for n in row["numbers"])
     shown = row.get("shown", row["numbers"])

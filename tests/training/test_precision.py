@@ -301,7 +301,7 @@ class FakeGraphs:
 
 
 class Lost:
-    """Loss on a GPU that has failed."""
+    """Stand-in for a loss on a GPU that has failed."""
 
     device = "cuda:1"
 

@@ -78,7 +78,7 @@ def main() -> int:
     parser.add_argument("--chunks", type=int, default=120)
     parser.add_argument("--lease", type=float, default=0.3, help="seconds")
     parser.add_argument(
-        "--rate", type=float, default=0.0, help="share of operations that begin a fault"
+        "--rate", type=float, default=0.0, help="fraction of operations at which a fault begins"
     )
     parser.add_argument("--ranks", type=int, default=1, help="ranks of each member, 1, 2 or 4")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""`mpigossip join`: one member of a training in a folder, which members join and leave."""
+"""`mpigossip join`: training of one member, in a folder that all members of the training share."""
 
 import os
 import platform
@@ -277,7 +277,7 @@ class _Watched:
         self.live.place.disk.outages.retry(write, self.progress.folder / "log.h5")
 
     def end(self, evaluation: Evaluation, stored: dict[str, Any]) -> None:
-        """Log the evaluation of the final model and the summary.
+        """Write the evaluation of the final model and the summary to the log.
 
         :param evaluation: evaluation of the final model
         :param stored: path and digest of the checkpoint, for the summary
@@ -427,7 +427,7 @@ def write_checkpoint(
     :param steps: number of steps of the whole training
     :param states: the models, one for each node of the checkpoint
     :param job: text of the job
-    :param meta: entries of the manifest
+    :param meta: entries of the checkpoint's manifest
     """
     disk.make("checkpoints")
     temporary = checkpoint.begin(folder, steps)
@@ -496,7 +496,9 @@ def plan_of(assembly: Assembly, lease_s: float | None = None) -> TrainingPlan:
 
 
 def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dict[str, str]:
-    """Return the facts on which the bits of a member's model depend, for its first record.
+    """Return the facts on which the bits of a member's model depend, as text by name.
+
+    The first record of the member's place contains them (`Start.about`).
 
     :param names: names of the model's parameters
     :param shapes: shapes of the parameters
@@ -596,8 +598,8 @@ def none_there(disk: RecordStore) -> str:
     """Return the error message for a folder that contains no job of a training."""
     if disk.exists(LOOP):
         return (
-            f'"{disk.root}" holds the training of a program (see {LOOP}): start that '
-            "program; with mpigossip.join(…, replay=True) it repeats the training"
+            f'"{disk.root}" holds the training of a program (see {LOOP}), not of a job: start that '
+            "program, or call mpigossip.join(…, replay=True) in it to repeat the training"
         )
     none = (
         f'"{disk.root}" holds no training yet: begin one by `mpigossip join {disk.root} JOB.toml`'
@@ -662,13 +664,15 @@ def job_there(
 
 
 def _differing_slots(own: Job, job: Job) -> str:
-    """Return a text if members with these numbers of slots or ranks differ, otherwise "".
+    """Describe the settings by which a member has other slots than the training allows.
 
-    Earlier versions reject a job with several ranks, and can't read the records of such a member.
-    Members may therefore have several ranks only if the training began with such a job.
+    Earlier versions of mpigossip reject a job with several ranks, and can't read the records of
+    such a member. Members may therefore have several ranks only if the training began with such a
+    job.
 
     :param own: this member's copy of the job
     :param job: the job in the folder
+    :return: settings with both values, or "" if the slots agree
     """
     own_slots = slots_of(own.node.devices) * shape.ranks_of(own)
     slots = slots_of(job.node.devices) * shape.ranks_of(job)
@@ -694,8 +698,8 @@ def check_lease(lease_s: float, round_s: float) -> None:
     """
     if lease_s < 5 * round_s:
         raise JobError(
-            f"a round takes {round_s:.3g} s, but a lease is {lease_s:g} s, so that other members "
-            "would close this one; a lease must last at least five rounds: begin in another "
-            f"folder with a lease of {5 * round_s:.0f} s (members.lease_s; in a program, lease_s), "
-            "or with fewer steps per round"
+            f"members.lease_s = {lease_s:g}: must be at least five times the duration of a round, "
+            f"which is {round_s:.3g} s here, because other members close a member that is silent "
+            f"for a lease: begin in another folder with {5 * round_s:.0f} s (members.lease_s of a "
+            "job, lease_s of a program), or with fewer steps per round"
         )
