@@ -8,7 +8,7 @@ from torch import nn
 
 from mpigossip.config import JobError
 from mpigossip.config.readable import print_note_once
-from mpigossip.engine.shared_memory import check_separate
+from mpigossip.engine.overlapping_tensors import check_separate
 from mpigossip.engine.vector import NodeLayout, ParameterLayout, bits, flatten
 
 LOW = (torch.bfloat16, torch.float16)

@@ -16,8 +16,8 @@ from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.engine.measurements import Record
 from mpigossip.engine.module import ModuleParameters
+from mpigossip.engine.overlapping_tensors import check_separate
 from mpigossip.engine.sharded import plan_layouts
-from mpigossip.engine.shared_memory import check_separate
 from mpigossip.engine.step import Engine
 from mpigossip.mixing.base import Mixer
 from mpigossip.mixing.device.memory import check_default_device
