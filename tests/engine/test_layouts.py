@@ -5,7 +5,7 @@ from math import prod
 import pytest
 import torch
 
-from mpigossip.engine.sharded import ShardedLayout, contiguous
+from mpigossip.engine.sharded import ShardedLayout, contiguous_strides
 from mpigossip.engine.vector import ParameterLayout, flatten, join_row, scatter_row
 
 SHAPES = ((5, 3), (2, 7), (1,))
@@ -21,7 +21,7 @@ def sharded(slots):
             cuts = torch.empty(shape).chunk(slots, dim)
             rows = cuts[slot].shape[dim] if slot < len(cuts) else 0
             shapes.append((*shape[:dim], rows, *shape[dim + 1 :]))
-        strides = tuple(map(contiguous, shapes))
+        strides = tuple(map(contiguous_strides, shapes))
         layout = ParameterLayout(("a", "b", "c"), (*shapes,), strides, (0, 64, 128), 512, 512, 1)
         by_slot.append(layout)
     return ShardedLayout(SHAPES, DIMS, tuple(by_slot))

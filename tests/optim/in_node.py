@@ -123,9 +123,9 @@ def trained(world, case: Case, per: int) -> torch.Tensor:
 
     node = world.nodes.inter_node.rank
     place = world.nodes.local_rank
-    known = sharded.insides
+    known = sharded.fsdp_records
     if case.copies:
-        sharded.insides = lambda model: {}
+        sharded.fsdp_records = lambda model: {}
     device = torch.device(case.device, world.rank if case.device == "cuda" else None)
     if case.device == "cuda":
         torch.cuda.set_device(device)
@@ -145,7 +145,7 @@ def trained(world, case: Case, per: int) -> torch.Tensor:
         assert optimizer.vector.copies is case.copies
     result = whole(model)
     optimizer.close()
-    sharded.insides = known
+    sharded.fsdp_records = known
     return result
 
 

@@ -175,10 +175,10 @@ def trapped(world, known, *between):
     """Change parameters between steps as programs do; return the values after each step."""
     from mpigossip.engine import sharded
 
-    before = sharded.insides
+    before = sharded.fsdp_records
     results = []
     if not known:
-        sharded.insides = lambda model: {}
+        sharded.fsdp_records = lambda model: {}
     model, optimizer = made(world)
     for index, what in enumerate([None, *between]):
         if what:
@@ -186,7 +186,7 @@ def trapped(world, known, *between):
         step(world, model, optimizer, index)
         results.append((whole(model).numpy(), optimizer.consensus_distance()))
     optimizer.close()
-    sharded.insides = before
+    sharded.fsdp_records = before
     return results
 
 

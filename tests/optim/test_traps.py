@@ -139,7 +139,7 @@ def test_parameters_that_left_the_optimizer_are_rejected():
     train(optimizer, model, 0, range(1))
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     for look in (optimizer.step, optimizer.consensus_distance, optimizer.state_dict):
-        with pytest.raises(JobError, match=r"0\.weight has left.*assign=True.*load without assign"):
+        with pytest.raises(JobError, match=r"0\.weight has left.*assign=True"):
             look()
 
 
@@ -194,7 +194,7 @@ def test_all_nodes_start_with_the_model_of_node_0_and_differences_are_reported_o
     for same in (True, False):
         for rank, (equal, said) in enumerate(ranks(N)(from_seeds, same)):
             assert equal and len(said) == (rank == 0 and not same), (same, rank, said)
-            assert not said or "of 2 other ranks differed from that of rank 0" in said[0], said
+            assert not said or "of 2 other ranks differed from" in said[0], said
 
 
 # -- what differs between ranks --------------------------------------------------------------------
@@ -542,7 +542,7 @@ def test_frozen_parameters_are_counted_and_reported_once(capsys):
     train(optimizer, model, 0, range(2, 3))
     assert "step 2: parameters 0.weight, 0.bias require gradients" in capsys.readouterr().err
     few = mpigossip.Gossip(SingleProcess(), model, torch.optim.SGD(model[0].parameters(), lr=0.1))
-    assert "2.weight, 2.bias are exchanged, but are in no" in capsys.readouterr().err
+    assert "2.weight, 2.bias are exchanged, but the optimizer" in capsys.readouterr().err
     few.close()
 
 
