@@ -120,7 +120,8 @@ def average_(mixer: Mixer, parameters: Iterable[torch.Tensor]) -> None:
 def recalibrate_(module: nn.Module, batches: Iterable) -> int:
     """Compute the statistics of BatchNorm again from ``batches``; return the number of batches.
 
-    Random numbers that the module draws do not change those of the program.
+    The random number generators of the program keep their states, although the module may draw
+    random numbers.
     """
     device = next(module.parameters()).device
     draws = torch.random.fork_rng([device] if device.type == "cuda" else [])

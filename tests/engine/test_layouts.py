@@ -1,4 +1,4 @@
-"""Layouts of a node, as files hold it, and of the arrays of its processes."""
+"""Layouts of the parameters of a node in files, and in the arrays of its processes."""
 
 from math import prod
 
@@ -74,7 +74,7 @@ def test_rows_go_to_shards_and_back(slots):
     shards = [torch.zeros(1, node.width) for _ in range(slots)]
     scatter_row(packed, shards, 0, node)
     assert (join_row(shards, 0, node) == packed).all()
-    for slot in range(slots):  # each rank can also save its shard alone
+    for slot in range(slots):  # A rank can also save its shard alone.
         own = node.by_slot[slot]
         again = torch.zeros(1, node.width)
         scatter_row(join_row(shards[slot : slot + 1], 0, own), [again], 0, own)
