@@ -84,7 +84,7 @@ def copy(name: str, folder: Path) -> list[Path]:
     imports = [
         paths[module] for module in re.findall(r"^from (\w+) import", code, re.M) if module in paths
     ]
-    # An imported example may have been copied along with another one: keep it then.
+    # An imported example may have been copied with another example before. Do not overwrite it.
     files += [path for path in imports if not (folder / path.name).exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Loading processes of `DataLoader` of torch: the data sets in them, their start and their end."""
+"""Loading processes of torch's `DataLoader`: the data sets in them, their start and their end."""
 
 import contextlib
 import itertools
@@ -39,9 +39,13 @@ class SentToWorker:
 
 
 def unpack(kind: type, state: bytes) -> Any:
-    """Unpickle in a loading process, after hiding launcher and GPUs from it.
+    """Restore an object in a loading process, after hiding the launcher and the GPUs from it.
 
-    The variables of the launcher are removed, and no GPU is visible.
+    Environment variables of the launcher are removed, because MPI would otherwise be started as a
+    rank of the job. No GPU is visible, because each CUDA process would take memory there.
+
+    :param kind: class of the object
+    :param state: attributes of the object, pickled
     """
     for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
         del os.environ[name]

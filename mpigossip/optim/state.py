@@ -1,4 +1,4 @@
-"""State that only a custom loop's node saves: its torch optimizer, random numbers, kept objects.
+"""State that only custom loops save: torch optimizer, random numbers, and objects of `keep()`.
 
     torch/PARAMETER/KEY, torch/#groups/…   the optimizer, equal on all ranks of a node
     rng/torch, rng/cuda, own/NAME…         the node's rank 0; rng/#P/… and own/#P/… for rank P
@@ -181,9 +181,9 @@ class SavedRank(NamedTuple):
     """State of a single rank of a node."""
 
     arrays: dict[str, np.ndarray]
-    """Random numbers, and tensors of kept objects."""
+    """States of random number generators, and tensors of kept objects."""
     kept: dict[str, Any]
-    """Kept objects as JSON."""
+    """Kept objects, which the program has passed to `keep()`, as JSON by name."""
 
     def digests(self) -> dict[str, str]:
         """Return a digest of each kept object."""
@@ -209,7 +209,12 @@ class SavedRank(NamedTuple):
 
 
 def of_rank(model: nn.Module, keeps: Mapping[str, Any]) -> SavedRank:
-    """Return the state of this rank; JobError for kept objects that a checkpoint can't contain."""
+    """Return the state of this rank.
+
+    :param model: the model, whose device has a random number generator
+    :param keeps: kept objects by name
+    :raises JobError: if a checkpoint can't contain the state of a kept object
+    """
     arrays = {"rng/torch": torch.get_rng_state().numpy()}
     if (gpu := next(model.parameters()).device).type == "cuda":
         arrays["rng/cuda"] = torch.cuda.get_rng_state(gpu).numpy()[None]
@@ -342,7 +347,7 @@ def packed(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def unpacked(saved: Any, arrays: Arrays) -> Any:
-    """Return the value that :func:`packed` has converted; KeyError if a tensor is missing."""
+    """Return the value that :func:`packed` has converted; raise KeyError if a tensor is missing."""
     if isinstance(saved, list):
         return [unpacked(item, arrays) for item in saved]
     if not isinstance(saved, dict):

@@ -80,7 +80,7 @@ def _large(node: Node) -> bool:
     several = node.world.nodes.per_node > 1 and engine.group.slots > 1
     # If the layout permutes a parameter, a slot that has only a part of it can't restore the order
     # of its elements.
-    able = several and isinstance(flat, ParameterLayout) and flat.by_index
+    able = several and isinstance(flat, ParameterLayout) and flat.is_row_major
     return able and flat.count * bytes_per_element > 1e9 * node.job.checkpoint.one_file_gb
 
 

@@ -20,7 +20,9 @@ import numpy as np
 LARGE = 1 << 20
 """Size, in bytes, from which an array is written with O_DIRECT; HDF5 writes smaller arrays."""
 BLOCK = 1 << 22
+"""Number of bytes that are written at a time."""
 PAGE = 4096
+"""Number to which O_DIRECT requires addresses, offsets and sizes to be multiples, in bytes."""
 LAYOUT = {"alignment_threshold": LARGE, "alignment_interval": PAGE}
 """Settings of the HDF5 file, so that large arrays begin at page boundaries, as O_DIRECT requires.
 Any HDF5 library can read the file.
@@ -133,7 +135,7 @@ def _direct(direct: int, pages: memoryview, offset: int) -> int:
 
 def crc(descriptor: int, start: int, end: int, value: int = 0) -> int:
     """Return the CRC-32 ``value``, continued over the bytes of a file from ``start`` to ``end``."""
-    buffer = memoryview(bytearray(1 << 19))  # small enough to stay in the processor's cache
+    buffer = memoryview(bytearray(1 << 19))  # A buffer of this size stays in the processor's cache.
     while start < end:
         count = os.preadv(descriptor, [buffer[: end - start]], start)
         if not count:

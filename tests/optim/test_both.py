@@ -1,4 +1,4 @@
-"""The quickstart's job as a job file and as a custom loop around SGD."""
+"""Training of the quickstart as a job and as a custom loop around SGD: both have one digest."""
 
 import hashlib
 from pathlib import Path
@@ -15,28 +15,31 @@ from tests.cases import with_world
 JOB = Path(__file__).parents[2] / "jobs/digits.toml"
 
 
-LATE = {"cadence": "every", "period": 6, "fragments": 3, "delay": 2, "blend": 0.7}
+DELAYED = {"cadence": "every", "period": 6, "fragments": 3, "delay": 2, "blend": 0.7}
 
 
-def job(name, steps, late):
+def job(name, steps, delayed):
     settings = [f"algorithm.name={name}", "node.devices=cpu:1", f"run.steps={steps}"]
     settings += ["local.name=none"] + ["algorithm.style=atc"] * (name == "dsgd")
-    if late:
+    if delayed:
         settings += ["cadence.name=every", "cadence.period=6", "cadence.fragments=3"]
         settings += ["cadence.delay=2", "algorithm.blend=0.7"]
     return assemble.load(JOB, [*settings, "data.workers=0"])
 
 
 @with_world
-def own_loop(world, name, steps, late):
-    """Train with the same data, model and rates, but without the code of a job's step."""
-    made = assemble.assemble(job(name, steps, late), world, world.size)
+def run_custom_loop(world, name, steps, delayed):
+    """Train in a custom loop with the data, model and learning rates of the job.
+
+    :return: parameters (P,) of this rank, and the bytes that it has sent
+    """
+    made = assemble.assemble(job(name, steps, delayed), world, world.size)
     loader = made.loader
     trainer = made.trainer
     data = made.source
     model = assemble.make_model(made.parts.job, data)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=1e-4)
-    more = LATE if late else {}
+    more = DELAYED if delayed else {}
     optimizer = mpigossip.Gossip(world, model, optimizer, name, **more)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = trainer.rate(step)
@@ -52,8 +55,8 @@ def backward(model, inputs, targets):
     torch.nn.functional.cross_entropy(model(inputs), targets).backward()
 
 
-def simulated(name, steps, late):
-    made = assemble.assemble(job(name, steps, late), SingleProcess(), 4)
+def simulated(name, steps, delayed):
+    made = assemble.assemble(job(name, steps, delayed), SingleProcess(), 4)
     for _ in range(steps):
         record = made.trainer.step()
     flat = made.trainer.replicas.flat
@@ -63,10 +66,10 @@ def simulated(name, steps, late):
     return packed, record.bytes_sent
 
 
-@pytest.mark.parametrize(("name", "late"), [("dmsgd", False), ("dsgd", False), ("dsgd", True)])
-def test_a_plain_loop_and_a_job_have_one_digest(ranks, name, late):
-    got = ranks(4)(own_loop, name, 40, late)
-    packed, sent = simulated(name, 40, late)
+@pytest.mark.parametrize(("name", "delayed"), [("dmsgd", False), ("dsgd", False), ("dsgd", True)])
+def test_a_custom_loop_and_a_job_have_the_same_digest(ranks, name, delayed):
+    got = ranks(4)(run_custom_loop, name, 40, delayed)
+    packed, sent = simulated(name, 40, delayed)
     loop_digest, job_digest = (
         hashlib.sha256(b"".join(one.tobytes() for one in each)).hexdigest()
         for each in ([parameters for parameters, _ in got], packed)

@@ -292,14 +292,14 @@ def stored(place: Place):
 
 def sharded(place: Place, w):
     """Compare the parameters after training by FSDP2 in one rank with a run on the CPU."""
-    from tests.optim.in_node import Case, mixed, trained
+    from tests.optim.in_node import Case, reference_parameters, train_nodes
 
     kind = place.device.partition(":")[0]
     copies = place.rehearsed and kind == "cuda"  # The emulation has its own tensors.
     case = Case("dsgd", (("exchange", "host"),), steps=4, device=kind, copies=copies)
     w.group_into_nodes(1)
-    wanted = mixed(1, 1, case)[0]
-    off = float((trained(w, case, 1).cpu() - wanted).norm() / wanted.norm())
+    wanted = reference_parameters(1, 1, case)[0]
+    off = float((train_nodes(w, case, 1).cpu() - wanted).norm() / wanted.norm())
     return f"relative difference {off:.1e}", off <= 1e-4
 
 

@@ -35,7 +35,7 @@ def part_of(group: Group, flat: Any, ranks: int) -> Part | None:
     """
     if ranks == 1:
         return None
-    if not (isinstance(flat, ParameterLayout) and flat.by_index):
+    if not (isinstance(flat, ParameterLayout) and flat.is_row_major):
         raise JobError(
             f"node.ranks_per_node = {ranks}: each rank of a member writes consecutive elements of "
             "the parameters, but a parameter is not in row-major order: leave out "
