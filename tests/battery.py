@@ -1,5 +1,6 @@
 """Runs of algorithms on quadratics f_i(x) = ‖x − b_i‖²/2 with gradient noise, without a model."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import count
 from types import SimpleNamespace
@@ -175,6 +176,32 @@ class Driver(Engine):
     def optimum(self):
         """Return the mean of all b, which minimizes the sum; for a simulated driver."""
         return torch.cat(self.b, dim=1).mean(0)
+
+
+class Double(Driver):
+    """Driver in float64, for a simulated mixer."""
+
+    def __init__(self, settings, n, **options):
+        def mixer(graph, layout):
+            return Simulated(graph, replace(layout, dtype=torch.float64))
+
+        super().__init__(settings, n, mixer, **options)
+
+    def _drawn(self, key, equal=False):
+        return super()._drawn(key, equal).double()
+
+
+def take_over(driver, other):
+    """Copy all that a checkpoint has of one driver to another one with the same settings."""
+    saved = {name: [part.clone() for part in parts] for name, parts in other.parts().items()}
+    for x, values in zip(driver.x, other.x, strict=True):
+        x.copy_(values)
+    for name, parts in driver.parts().items():
+        for part, values in zip(parts, saved.pop(name), strict=True):
+            part.copy_(values)
+    assert not saved
+    driver.restore_counters(other.numbers())
+    driver.restore_cadence(other.numbers())
 
 
 def driven(method, graph, x, gradient, lr=0.1, wire=FP32):

@@ -171,8 +171,8 @@ def every(*, period: Period | ByNode = 4, fragments: Positive = 1, delay: Count 
 
     With P = ``fragments`` > 1, each fragment of the model is exchanged once per period H, at its
     own offset (Streaming DiLoCo, arXiv 2501.18512), so that a step sends at most 1/P of the model.
-    The exchange of a fragment stays open for τ = ``delay`` steps. It is then applied as x ← α ·
-    mixed + (1 − α) · x, with α = ``algorithm.blend`` and with the local steps made meanwhile in x.
+    The exchange of a fragment stays open for τ = ``delay`` steps. It is then applied as x ← γ ·
+    mixed + (1 − γ) · x, with γ = ``algorithm.blend`` and with the local steps made meanwhile in x.
 
     :param period: H in steps, or a list of H_i for each node
     :param fragments: P, number of fragments

@@ -6,7 +6,7 @@ exchange and scattered afterwards. Every mixer and wire can therefore be used. W
 messages need 1/P of the memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +29,9 @@ class Fragments(NamedTuple):
     width: int
     """Number of columns of a message, which is the number of columns of the largest fragment."""
     exchanges: Sequence[Algorithm]
-    """For each segment, the algorithm without its local step; its state may hold x½ from sending to
-    receiving.
-    """
-    blend: float
-    """Factor α of x ← α · received + (1 − α) · x, by which a received fragment is applied."""
+    """For each segment, the algorithm without its local step; it may keep x½ until it receives."""
+    blend: Callable[[int], float]
+    """Function (step of the engine) -> weight γ of x ← γ · received + (1 − γ) · x."""
 
 
 class FragmentArrays(NamedTuple):
@@ -75,7 +73,8 @@ class FragmentExchange:
         arriving = self.fragments.schedule.arriving(now.index)
         if arriving is not None:
             self.wait(engine)
-            engine.group.on_shards(lambda k: self._blend(engine.vector.x[k], k, arriving))
+            weight = self.fragments.blend(engine.index)
+            engine.group.on_shards(lambda k: self._apply(engine.vector.x[k], k, arriving, weight))
 
     def send(self, engine: Engine, now: Step) -> None:
         """Make the step of :meth:`adapt`, then begin the exchange of the due fragment."""
@@ -117,14 +116,17 @@ class FragmentExchange:
         engine.measure(sent, mixed, now.kind)
         delayed = self.fragments.schedule.delay
         targets = self._received_arrays(engine) if delayed else engine.vector.x
+        # The delayed fragment is blended into x when it is applied.
+        weight = 1.0 if delayed else self.fragments.blend(engine.index)
 
         def receive(k: int) -> None:
             x, state = parts[k]
             columns = self.fragments.cuts[k][fragment]
             state = self.fragments.exchanges[k].receive(x, None, state, sent[k], mixed[k], now)
             _scatter_state(engine.states[k], state, columns)
-            if self.fragments.blend:
-                _scatter(x, targets[k], columns)
+            if "keeps-x" not in engine.method.needs:
+                for span, c in _pair_columns(columns):
+                    _blend(targets[k][:, c], x[:, span], weight)
 
         engine.group.on_shards(receive)
 
@@ -162,16 +164,18 @@ class FragmentExchange:
         pairs = ((getattr(needs, f), getattr(state, f)) for f in needs._fields)
         return type(needs)(*(self._gather_state(*pair, columns) for pair in pairs))
 
-    def _blend(self, x: torch.Tensor, k: int, fragment: int) -> None:
+    def _apply(self, x: torch.Tensor, k: int, fragment: int, weight: float) -> None:
         """Apply received values of a fragment to the x of segment k."""
-        blend = self.fragments.blend
-        for c in self.fragments.cuts[k][fragment] if blend else ():
-            target = x[:, c]
-            received = self._received[k][:, c]
-            if blend == 1:
-                target.copy_(received)
-            else:
-                target.mul_(1 - blend).add_(received * blend)
+        for c in self.fragments.cuts[k][fragment]:
+            _blend(x[:, c], self._received[k][:, c], weight)
+
+
+def _blend(x: torch.Tensor, received: torch.Tensor, weight: float) -> None:
+    """Set x to weight · received + (1 − weight) · x."""
+    if weight == 1:
+        x.copy_(received)
+    elif weight:
+        x.mul_(1 - weight).add_(received * weight)
 
 
 def _pair_columns(columns: Columns) -> list[tuple[slice, slice]]:

@@ -396,10 +396,11 @@ class LoopNode:
 
     def average(self) -> None:
         self.check_not_paused("average()")
-        if not self.parts.cadence.fragment_schedule.is_whole_model:
+        whole = self.parts.cadence.fragment_schedule.is_whole_model
+        if not whole or self.job.algorithm.blends:
             raise JobError(
-                "average(): with fragments or a delay, the step decides what is sent: remove the "
-                "call, or remove fragments and delay from Gossip(…)"
+                "average(): with fragments, a delay or a blend, the step decides what is sent: "
+                "remove the call, or remove fragments, delay and blend from Gossip(…)"
             )
         if self.engine.in_flight:  # its neighbours would wait for this node, and this node for them
             raise JobError(

@@ -29,6 +29,7 @@ from mpigossip.mixing.compressors import wire
 from mpigossip.mixing.delayed import Faults
 from mpigossip.mixing.wire import Wire
 from mpigossip.training.fragments import cut, fragment_width, layers_of
+from mpigossip.training.schedule import blend_weight
 
 EMPTY = ParameterLayout((), (), (), (), size=0, decayed=0, slots=1)
 """Parameter layout that stands for a model that does not exist yet."""
@@ -49,6 +50,8 @@ class JobParts:
     layout: MessageLayout
     """Positions of the arrays in a message, or in the message of a fragment if there are several.
     """
+    total: int | None = None
+    """Number of steps of all epochs; None: not known."""
 
     @property
     def method(self) -> Algorithm:
@@ -115,18 +118,21 @@ class JobParts:
         :param shards: numbers of the shards
         """
         schedule = self.cadence.fragment_schedule
-        blend = self.job.algorithm.blend
-        if schedule.is_whole_model:
+        section = self.job.algorithm
+        if schedule.is_whole_model and not section.blends:
             return None
         width = self.layout.widths[0]
         cuts = [cut(layers_of(flat, slot), schedule.fragments, width) for slot in shards]
         # Make an algorithm for each shard, because a lossy wire keeps a state for each shard.
         methods = [_method(self.job, self.graph, local=NO_LOCAL_STEP) for _ in shards]
         exchanges = [_over_wire(method, self.layout.wire, self.cadence) for method in methods]
+        start = section.blend
+        if start is None:
+            start = 0.5 if schedule.delay else 1.0
         if "keeps-x" in exchanges[0].needs:
-            blend = 0.0
-        elif blend is None:
-            blend = 0.5 if schedule.delay else 1.0
+            start = 0.0
+        total = self.total or self.job.run.steps or 1
+        blend = blend_weight(start, section.blend_end, section.blend_shape, total)
         return Fragments(schedule, cuts, width, exchanges, blend)
 
 
@@ -197,7 +203,7 @@ def make_parts(
         first=tuple(width * shard for shard in shards),
     )
     methods = [_over_wire(method, coding, cadence) for method in exact_methods]
-    return JobParts(job, graph, methods, cadence, layout)
+    return JobParts(job, graph, methods, cadence, layout, total)
 
 
 def _method(

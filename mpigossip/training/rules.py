@@ -497,15 +497,25 @@ def _has_too_long_a_delay(parts: JobParts) -> Verdict:
     }
 
 
-def _blends(parts: JobParts) -> bool:
-    return parts.job.algorithm.blend is not None
+def _blends(parts: JobParts) -> Verdict:
+    """Return the setting that blends received averages into x, if there is one."""
+    section = parts.job.algorithm
+    if section.blend is not None:
+        return {"setting": f"algorithm.blend = {section.blend:g}"}
+    if section.blend_end is not None:
+        return {"setting": f"algorithm.blend_end = {section.blend_end:g}"}
+    return None
+
+
+def _blends_what_is_kept(parts: JobParts) -> Verdict:
+    return "keeps-x" in parts.method.needs and _blends(parts)
 
 
 def _in_fragments(parts: JobParts) -> Verdict:
-    """Return the setting that makes fragments or delays exchanges, if there is one."""
+    """Return the setting that makes fragments or delays or blends exchanges, if there is one."""
     schedule = parts.cadence.fragment_schedule
     if schedule.is_whole_model:
-        return None
+        return _blends(parts)
     if schedule.fragments > 1:
         return {"setting": f"cadence.fragments = {schedule.fragments}"}
     return {"setting": f"cadence.delay = {schedule.delay}"}
@@ -544,7 +554,7 @@ def _why_indivisible(method: Algorithm) -> str:
     if method.local_update is None:
         return (
             "has no separate local step: its step depends on the received messages, while "
-            "fragments are exchanged between local steps of the whole model"
+            "fragments are exchanged, and averages blended, between local steps of the whole model"
         )
     if not method.elementwise:
         return "updates the model as a whole: its Algorithm has elementwise=False"
@@ -573,15 +583,20 @@ FRAGMENTS: Table[JobParts] = (
     ),
     (
         Rule(
-            lambda parts: _blends(parts) and not parts.cadence.fragment_schedule.delay,
-            "algorithm.blend = {job.algorithm.blend:g}: only exchanges with a delay use it",
-            'set cadence.delay = 1 or more (cadence "every" or "cpsgd"), or remove algorithm.blend',
+            _blends_what_is_kept,
+            "{setting}: with algorithm.eager, received models are not blended into x",
+            "remove {setting}",
         ),
+    ),
+    (
         Rule(
-            lambda parts: _blends(parts) and "keeps-x" in parts.method.needs,
-            "algorithm.blend = {job.algorithm.blend:g}: with algorithm.eager, received models are "
-            "not blended into x",
-            "remove algorithm.blend",
+            lambda parts: (
+                parts.job.algorithm.blend_shape != "linear"
+                and parts.job.algorithm.blend_end is None
+            ),
+            'algorithm.blend_shape = "{job.algorithm.blend_shape}": without algorithm.blend_end, '
+            "the weight is constant",
+            "set algorithm.blend_end, or leave blend_shape out",
         ),
     ),
     (
@@ -601,7 +616,8 @@ FRAGMENTS: Table[JobParts] = (
     (
         Rule(
             lambda parts: parts.job.node.mixer == "asynchronous" and _in_fragments(parts),
-            "{setting}: asynchronous nodes would average different fragments",
+            "{setting}: asynchronous nodes would average different fragments, and add corrections "
+            "to x that must not be blended",
             'use node.mixer = "synchronous"',
         ),
     ),
@@ -892,6 +908,13 @@ CUSTOM_LOOP: Table[CustomLoop] = (
     ),
     (
         Rule(
+            lambda loop: loop.job.algorithm.blend_end is not None and loop.job.run.steps is None,
+            "blend_end = {job.algorithm.blend_end:g}: needs the number of steps of the run, which "
+            'is not known in a custom loop: pass run="runs/mine", steps=…, or remove blend_end',
+        ),
+    ),
+    (
+        Rule(
             lambda loop: loop.world.nodes.per_node > 1 and loop.job.node.mixer != "synchronous",
             'mixer = "{job.node.mixer}": the ranks of a node step together, and would wait for '
             'each other\'s neighbours: use mixer = "synchronous", or ranks_per_node = 1',
@@ -981,6 +1004,13 @@ MEMBERS: Table[Membership] = (
             _averages_otherwise,
             'cadence.name = "{job.cadence.name}": members average with one other every H steps: '
             'set cadence.name = "every", cadence.period = H',
+        ),
+    ),
+    (
+        Rule(
+            lambda member: member.parts is not None and _blends(member.parts),
+            "{setting}: members replace the model by its average with another one",
+            "remove {setting}",
         ),
     ),
     (_members_need("node.wire", "fp32"),),

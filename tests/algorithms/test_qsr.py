@@ -1,6 +1,5 @@
 """QSR: the published formula of the period, models in numpy, ranks, resume, plan and errors."""
 
-from dataclasses import replace
 from math import cos, floor, pi
 
 import numpy as np
@@ -12,9 +11,8 @@ import mpigossip
 from mpigossip.algorithms import Step, cadence
 from mpigossip.config import JobError
 from mpigossip.mixing.base import ExchangeKind
-from mpigossip.mixing.simulated import Simulated
 from mpigossip.training import assemble
-from tests.battery import Driver
+from tests.battery import Double, Driver, take_over
 from tests.cases import on_each, with_world
 
 STEPS = 40
@@ -50,17 +48,8 @@ class Falling(Driver):
         super().advance()
 
 
-class Double(Falling):
-    """Driver in float64."""
-
-    def __init__(self, settings, n):
-        def mixer(graph, layout):
-            return Simulated(graph, replace(layout, dtype=torch.float64))
-
-        super().__init__(settings, n, mixer)
-
-    def _drawn(self, key, equal=False):
-        return super()._drawn(key, equal).double()
+class FallingDouble(Falling, Double):
+    """Driver in float64 whose learning rate follows the schedule."""
 
 
 def test_periods_follow_the_published_rule():
@@ -96,7 +85,7 @@ def test_first_periods_and_restarts_of_the_rate_are_short(rates, lengths):
 @on_each("settings", [GLOBAL, GOSSIP])
 @on_each("n", [2, 3, 5, 8])
 def test_models_equal_the_formula(settings, n):
-    driver = Double(settings, n)
+    driver = FallingDouble(settings, n)
     x = driver.whole().numpy()
     b = torch.cat(driver.b, dim=1).numpy()
     last = exchanging_steps(3 if settings == GOSSIP else 4)
@@ -117,13 +106,7 @@ def test_resume_in_the_middle_of_each_period(settings):
     for at in range(1, STEPS, 3):
         first = Falling(settings, 3, noise=0.1).run(at)
         second = Falling(settings, 3, noise=0.1)
-        for x, saved in zip(second.x, first.x, strict=True):
-            x.copy_(saved)
-        for name, parts in second.parts().items():
-            for part, saved in zip(parts, first.parts()[name], strict=True):
-                part.copy_(saved)
-        second.restore_counters(first.numbers())
-        second.restore_cadence(first.numbers())
+        take_over(second, first)
         assert torch.equal(second.run(STEPS - at).whole(), expected), at
 
 

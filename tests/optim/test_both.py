@@ -15,32 +15,39 @@ from tests.cases import with_world
 JOB = Path(__file__).parents[2] / "jobs/digits.toml"
 
 
-DELAYED = {"cadence": "every", "period": 6, "fragments": 3, "delay": 2, "blend": 0.7}
+MORE = {
+    "": {},
+    "late": {"cadence": "every", "period": 6, "fragments": 3, "delay": 2, "blend": 0.7},
+    "blended": {"blend": 0.2, "blend_end": 0.9, "blend_shape": "cosine"},
+}
+"""Options of `Gossip` by name."""
 
 
-def job(name, steps, delayed):
+def job(name, steps, more):
     settings = [f"algorithm.name={name}", "node.devices=cpu:1", f"run.steps={steps}"]
     settings += ["local.name=none"] + ["algorithm.style=atc"] * (name == "dsgd")
-    if delayed:
-        settings += ["cadence.name=every", "cadence.period=6", "cadence.fragments=3"]
-        settings += ["cadence.delay=2", "algorithm.blend=0.7"]
+    for option, value in MORE[more].items():
+        section = "algorithm" if option.startswith("blend") else "cadence"
+        settings.append(f"{section}.{'name' if option == 'cadence' else option}={value}")
     return assemble.load(JOB, [*settings, "data.workers=0"])
 
 
 @with_world
-def run_custom_loop(world, name, steps, delayed):
+def run_custom_loop(world, name, steps, more, folder):
     """Train in a custom loop with the data, model and learning rates of the job.
 
     :return: parameters (P,) of this rank, and the bytes that it has sent
     """
-    made = assemble.assemble(job(name, steps, delayed), world, world.size)
+    made = assemble.assemble(job(name, steps, more), world, world.size)
     loader = made.loader
     trainer = made.trainer
     data = made.source
     model = assemble.make_model(made.parts.job, data)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=1e-4)
-    more = DELAYED if delayed else {}
-    optimizer = mpigossip.Gossip(world, model, optimizer, name, **more)
+    options = MORE[more]
+    if "blend_end" in options:  # it needs the number of steps of all epochs
+        options = options | {"run": folder, "steps": made.parts.total}
+    optimizer = mpigossip.Gossip(world, model, optimizer, name, **options)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = trainer.rate(step)
         (batch,) = loader.step(step)
@@ -48,15 +55,17 @@ def run_custom_loop(world, name, steps, delayed):
         backward(model, *batch)
         optimizer.step()
     parameters = [p.detach().reshape(-1).numpy() for p in model.parameters()]
-    return np.concatenate(parameters), optimizer.record.bytes_sent
+    result = np.concatenate(parameters), optimizer.record.bytes_sent
+    optimizer.close()
+    return result
 
 
 def backward(model, inputs, targets):
     torch.nn.functional.cross_entropy(model(inputs), targets).backward()
 
 
-def simulated(name, steps, delayed):
-    made = assemble.assemble(job(name, steps, delayed), SingleProcess(), 4)
+def simulated(name, steps, more):
+    made = assemble.assemble(job(name, steps, more), SingleProcess(), 4)
     for _ in range(steps):
         record = made.trainer.step()
     flat = made.trainer.replicas.flat
@@ -66,10 +75,12 @@ def simulated(name, steps, delayed):
     return packed, record.bytes_sent
 
 
-@pytest.mark.parametrize(("name", "delayed"), [("dmsgd", False), ("dsgd", False), ("dsgd", True)])
-def test_a_custom_loop_and_a_job_have_the_same_digest(ranks, name, delayed):
-    got = ranks(4)(run_custom_loop, name, 40, delayed)
-    packed, sent = simulated(name, 40, delayed)
+@pytest.mark.parametrize(
+    ("name", "more"), [("dmsgd", ""), ("dsgd", ""), ("dsgd", "late"), ("dsgd", "blended")]
+)
+def test_a_plain_loop_and_a_job_have_one_digest(ranks, tmp_path, name, more):
+    got = ranks(4)(run_custom_loop, name, 40, more, tmp_path / "run")
+    packed, sent = simulated(name, 40, more)
     loop_digest, job_digest = (
         hashlib.sha256(b"".join(one.tobytes() for one in each)).hexdigest()
         for each in ([parameters for parameters, _ in got], packed)
