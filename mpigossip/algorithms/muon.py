@@ -112,14 +112,9 @@ def _unknown(*_: Any) -> Any:
 def _hidden(layout: Any, adamw_for: Sequence[str]) -> list[int]:
     """Return the indices of the parameters that Muon updates.
 
-    :raises JobError: if there are no such parameters, a pattern in ``adamw_for`` matches no matrix,
-        or torch has no Muon
+    :raises JobError: if there are no such parameters, or a pattern in ``adamw_for`` matches no
+        matrix
     """
-    if not hasattr(torch.optim, "Muon"):
-        raise JobError(
-            f'local.name = "muon": torch {torch.__version__} has no torch.optim.Muon, which '
-            'torch 2.9 introduced; install a newer torch, or use "adamw"'
-        )
     matrices = [
         name
         for name, shape in zip(layout.names, layout.shapes, strict=True)

@@ -11,8 +11,17 @@ import mpigossip
 from mpigossip.config.errors import JobError
 from mpigossip.config.toml import near
 
-FOLDERS = ("own", "loops", "templates", ".")
-EXAMPLES = ("*.toml", "own/*.toml", "*/*.sbatch", "loops/*.py", "*.sbatch", "*.py", "*.sh")
+FOLDERS = ("own", "loops", "loops/recipes", "templates", ".")
+EXAMPLES = (
+    "*.toml",
+    "own/*.toml",
+    "*/*.sbatch",
+    "loops/*.py",
+    "loops/recipes/*.py",
+    "*.sbatch",
+    "*.py",
+    "*.sh",
+)
 """Patterns of the examples inside `jobs/`; files with the same name are copied together."""
 
 

@@ -30,8 +30,6 @@ OPTIMIZERS = {
     "Rprop": {},
     "ASGD": {},
 }
-if not hasattr(torch.optim, "Adafactor"):
-    del OPTIMIZERS["Adafactor"]
 
 
 class Net(nn.Module):

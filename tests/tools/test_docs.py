@@ -142,7 +142,7 @@ def test_tutorials_run_as_pasted(tmp_path, mpirun, monkeypatch):
     local_values, study = blocks("tutorial-study", "python")
     (tmp_path / "mine.py").write_text(local_values)
     (tmp_path / "study.py").write_text(
-        study.replace("run.epochs=4", "run.steps=4").replace("seeds=3", "seeds=1")
+        study.replace("run.epochs=20", "run.steps=4").replace("seeds=3", "seeds=1")
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     done = subprocess.run(

@@ -43,8 +43,6 @@ def test_16_bit_arithmetic_trains_as_float32_does(name):
 
 
 def test_tf32_is_disabled_without_a_warning_of_torch():
-    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        pytest.skip(f"torch {torch.__version__} has the older setting only, without a warning")
     backends = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
     before = [backend.fp32_precision for backend in backends]
     try:
