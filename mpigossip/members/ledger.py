@@ -80,7 +80,7 @@ class Ledger:
 
         :param name: name of one of the claims to the block
         """
-        self.disk.publish(f"{name.rpartition('.')[0]}.done", b"")
+        self.disk.mark(f"{name.rpartition('.')[0]}.done")
 
     @property
     def finished(self) -> bool:

@@ -349,11 +349,16 @@ class FolderExchange:
         """Read models like :meth:`newest`, from the versions that ``choose`` returns.
 
         If no model can be read, ``choose`` is called again, because newer versions may have
-        replaced the first ones meanwhile.
+        replaced the first ones meanwhile. A stale listing may hide these for a while. If a place
+        that is not closed has removed its models, versions are therefore chosen again for at most
+        one lease.
 
         :param choose: function that returns versions in the order of preference
         :param limit: largest number of models to read
+        :raises StopRequested: if the member is asked to leave while it waits
         """
+        place = self.place
+        deadline = place.now() + place.plan.lease_s
         versions = choose()
         while True:
             try:
@@ -361,8 +366,18 @@ class FolderExchange:
             except NoModel:
                 previous = versions
                 versions = choose()
-                if versions == previous:
+                waits = place.now() < deadline and any(map(self._is_replaced, versions))
+                if not versions or (versions == previous and not waits):
                     raise
+            if versions == previous:
+                if self._stopping():
+                    raise StopRequested
+                time.sleep(self.poll_s)
+
+    def _is_replaced(self, version: Round) -> bool:
+        """Return whether a place that is not closed has removed the model of this version."""
+        listed = self.place.disk.exists(f"models/{version.file}")
+        return not listed and self.place.refresh(version.place).closed is None
 
     def newest(self, versions: list[Round], limit: int) -> tuple[list[Round], list[NodeState]]:
         """Read models like :meth:`readable`; if none can be read, try earlier rounds of the places.

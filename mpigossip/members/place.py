@@ -486,7 +486,7 @@ class Place:
         return {int(place): int(age) for place, age in (name.split(".") for name in hints)}
 
     def _hint_closed(self, place: int, age: int) -> None:
-        self.disk.publish(f"closed/{place:06d}.{age:06d}", b"")
+        self.disk.mark(f"closed/{place:06d}.{age:06d}")
 
     def read(self, name: str, *kinds: type[Record], listed: bool = False) -> Any:
         """Read a record by its name.

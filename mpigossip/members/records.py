@@ -45,6 +45,12 @@ class RecordStore:
     whole content by link(2), or not at all, and its content never changes. A stale listing can
     therefore only lack new names.
 
+    That each chunk is trained exactly once needs two fsyncs per name: of the content before the
+    link, so that a name never has an incomplete content, and of the folder after it, so that a name
+    that others have seen is still there after a crash of the server. Models are flushed in the same
+    way before their record appears, so that the work of a published round is not lost. Hints
+    (:meth:`mark`) need none. Removing temporary files and old models only saves space.
+
     If the file system fails, `Outages` repeats the operation, because such an error does not show
     whether the file exists or is valid. A file counts as missing only if its name was never listed,
     and as unusable only if its kind or content was examined and is invalid.
@@ -249,6 +255,29 @@ class RecordStore:
     def link(self, temporary: Path, path: Path) -> None:
         """Give a finished file a second name, atomically."""
         os.link(temporary, path)
+
+    def mark(self, name: str) -> None:
+        """Create an empty file that is only a hint, and do not flush it to stable storage.
+
+        If it is lost in a crash of the server, members read the records from which it follows.
+        """
+        self.retry(lambda: self._mark(name), name)
+
+    def _mark(self, name: str) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            descriptor = os.open(self.path(name), flags, 0o666)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            if not self._make(name.rpartition("/")[0]):
+                raise
+            self._mark(name)
+            return
+        try:
+            self._share(descriptor)
+        finally:
+            os.close(descriptor)
 
     def share(self, path: Path) -> None:
         """Make a file readable for other users if the folder is shared, in spite of the umask."""

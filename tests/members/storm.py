@@ -270,12 +270,14 @@ def storm(
     slow=0.05,
     rate=0.0,
     ranks=1,
+    mounts=(),
     **ills,
 ):
     """Run members that join, leave, are killed and return, until the training has ended.
 
     ``slow``: fraction of rounds that take longer than the lease. ``rate``: fraction of operations
-    that begin a fault, see `Faults`. ``ranks``: number of ranks of each member.
+    that begin a fault, see `Faults`. ``ranks``: number of ranks of each member. ``mounts``: other
+    paths of the same folder, which members use in turn; default: ``root``.
 
     Return how the members ended, and how often each operation failed.
     """
@@ -285,7 +287,7 @@ def storm(
     ends: Counter = Counter()
     done = threading.Event()
 
-    def work(seed: int) -> None:
+    def work(seed: int, root: Path) -> None:
         draw = random.Random(seed)
         while not done.is_set():
             kill = draw.randint(5, 400) if draw.random() < 0.8 else 1 << 60
@@ -306,7 +308,11 @@ def storm(
             if how == "end" or ends["failed"] > 500:  # no model is left that can be read
                 done.set()
 
-    threads = [threading.Thread(target=work, args=(chance.random(),)) for _ in range(members)]
+    roots = mounts or [root]
+    threads = [
+        threading.Thread(target=work, args=(chance.random(), roots[k % len(roots)]))
+        for k in range(members)
+    ]
     with injected() if rate else contextlib.nullcontext():
         for thread in threads:
             thread.start()

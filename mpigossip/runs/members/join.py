@@ -25,6 +25,7 @@ from mpigossip.members.live import POLL_S, FolderExchange, StopRequested, layout
 from mpigossip.members.outages import FolderUnreachable
 from mpigossip.members.parts import cut
 from mpigossip.members.place import FOLDERS, Place, TrainingPlan, record_name
+from mpigossip.members.rate import describe_slow_folder, seconds_per_round
 from mpigossip.members.records import NO_LINKS, RecordStore, Round
 from mpigossip.runs.launch import differing
 from mpigossip.runs.members.member import Member, steps_of_round
@@ -138,13 +139,14 @@ def _train(live: FolderExchange, member: Member, folder: Path, world: World) -> 
     facts = about(flat.names, flat.shapes, member.engine.group.devices)
     watched = None
     try:
+        folder_s = live.decide(lambda: seconds_per_round(place.disk))
         while not live.ended():
             if live.stopping():
                 raise StopRequested
             with live.stay():
                 member.begin(live.begin(facts))
                 places.append(place.number)
-                with _Watched(member, live, folder, world) as watched:
+                with _Watched(member, live, folder, world, folder_s) as watched:
                     member.train(live, watched.after)
     except StopRequested:
         stop_file = live.decide(lambda: place.disk.sees("STOP"))
@@ -163,14 +165,23 @@ class _Watched:
     After each step, it checks whether the member has to leave.
     """
 
-    def __init__(self, member: Member, live: FolderExchange, folder: Path, world: World):
+    def __init__(
+        self,
+        member: Member,
+        live: FolderExchange,
+        folder: Path,
+        world: World,
+        folder_s: float,
+    ):
         """Prepare the log, such as logs/000007/log.h5 in the training's folder for place 7.
 
         :param member: the training of this member
         :param live: exchange of this member, which has a place
         :param folder: folder of the training
         :param world: ranks of this member; rank 0 writes log and output
+        :param folder_s: result of :func:`~mpigossip.members.rate.seconds_per_round`
         """
+        self.folder_s = folder_s
         self.world = world
         self.member = member
         self.live = live
@@ -229,9 +240,17 @@ class _Watched:
             self._log(_of_ranks(records), chunk)
         live = self.live
         if self.member.done == 2 * self.member.steps:
-            live.decide(lambda: check_lease(live.place.plan.lease_s, live.round_seconds()))
+            live.decide(self._check_round)
         if live.stopping():
             raise StopRequested
+
+    def _check_round(self) -> None:
+        """Check the duration of the second round, see :func:`check_lease`; warn if H is small."""
+        place = self.live.place
+        seconds = self.live.round_seconds()
+        check_lease(place.plan.lease_s, seconds)
+        if warning := describe_slow_folder(self.folder_s, seconds, self.member.steps):
+            place.report(warning)
 
     def _log(self, record: StepMetrics, chunk: int) -> None:
         """Log a step.
