@@ -20,6 +20,7 @@ import pytest
 
 import mpigossip
 from mpigossip import cli, config
+from mpigossip.analysis.plan import ALL_REDUCE
 from mpigossip.analysis.plan.quality import EVIDENCE as EVIDENCE_OF_QUALITY
 from mpigossip.commands.arguments import every
 from mpigossip.config.sections import SECTIONS
@@ -316,6 +317,32 @@ def test_each_number_of_the_answer_is_in_a_source_that_its_sentence_links():
     assert len(items) == 5
     for item in items:
         check_numbers("tools/docs/will-it-help.md", item)
+
+
+def test_each_number_of_the_first_screen_and_of_the_results_of_the_readme_has_a_source():
+    readme = (ROOT / "README.md").read_text()
+    items = readme.partition("\n**1. ")[0].split("\n* ")[1:4]
+    measured = readme.partition("\n## Measured\n")[2].partition("\n## ")[0]
+    rows = [line for line in measured.splitlines() if line.startswith("| ") and "](" in line]
+    assert len(items) == 3 and len(rows) == 9
+    for text in [*items, *rows]:
+        check_numbers("README.md", text)
+
+
+def test_the_times_of_the_readme_are_what_plan_predicts():
+    readme = (ROOT / "README.md").read_text()
+    texts = ("takes {} instead of {} ms", "no gain: {} instead of {} ms")
+    commands = re.findall(r"^mpigossip (plan --parameters .*)$", readme, re.MULTILINE)
+    for command, text in zip(commands, texts, strict=True):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            assert cli.main([*shlex.split(command), "--json"]) == 0
+        rows = json.loads(output.getvalue())["rows"]
+        one, all_nodes = (
+            next(round(1e3 * row["step_s"]) for row in rows if row["graph"] == graph)
+            for graph in ("one-peer-exponential", ALL_REDUCE)
+        )
+        assert text.format(one, all_nodes) in " ".join(readme.split())
 
 
 def test_will_it_help_has_the_situations_and_costs_that_were_measured():
