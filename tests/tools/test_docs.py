@@ -25,6 +25,7 @@ from mpigossip.analysis.plan.quality import EVIDENCE as EVIDENCE_OF_QUALITY
 from mpigossip.commands.arguments import every
 from mpigossip.config.sections import SECTIONS
 from mpigossip.store import log
+from mpigossip.training import assemble, costs
 from tests.cases import on_each
 
 ROOT = Path(__file__).parents[2]
@@ -282,7 +283,7 @@ SHOWN = re.compile(r"^```bash\n(mpigossip .*?)\n```\n+```\n(.*?)^```$", re.DOTAL
 """A command, and below it the block with its output. A line … stands for lines that are omitted."""
 
 
-@on_each("page", ["will-it-help"])
+@on_each("page", ["will-it-help", "gpt-8x8"])
 def test_the_output_on_a_page_is_what_its_command_prints(page):
     shown = SHOWN.findall(PAGES[page])
     assert shown
@@ -343,6 +344,22 @@ def test_the_times_of_the_readme_are_what_plan_predicts():
             for graph in ("one-peer-exponential", ALL_REDUCE)
         )
         assert text.format(one, all_nodes) in " ".join(readme.split())
+
+
+def test_the_losses_and_the_memory_on_the_page_of_a_gpt_have_a_source():
+    page = PAGES["gpt-8x8"]
+    losses = page.partition("\n## Which loss")[2].partition("\n## ")[0]
+    rows = [line for line in losses.splitlines() if line.startswith("| ") and "](" in line]
+    assert len(rows) == 5
+    for row in rows:
+        check_numbers("tools/docs/gpt-8x8.md", row)
+    (command,) = [line for line in lines("gpt-8x8", ["bash"]) if " --dry-run " in line]
+    settings = [word for word in command.split() if "=" in word]
+    what = costs.subject(assemble.load(ROOT / "jobs/gpt-124m.toml", settings))[0]
+    memory = costs.memory(what, costs.exchanges(what, 8))
+    on_host = {"messages' host", "snapshot for checkpoints"}
+    on_gpus = sum(count for name, count in memory.items() if name not in on_host)
+    assert on_host < memory.keys() and f"messages: {on_gpus / 8 / 1e9:.2f} GB." in page
 
 
 def test_will_it_help_has_the_situations_and_costs_that_were_measured():
