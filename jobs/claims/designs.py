@@ -667,6 +667,10 @@ def quadratic() -> Iterator[Cell]:
         yield Cell("qsr", 8, {"model": model}, methods, own, rates, {"best": 1.0}, metric=metric)
 
 
+OUTER_PERIODS = (16, 64)
+"""Steps between two outer steps. 32 is not among them, as it would repeat runs of `optimizers`."""
+
+
 def outer_steps() -> Iterator[Cell]:
     """Yield the cells that compare DiLoCo on 8 nodes with outer steps on a single node (SNOO).
 
@@ -675,7 +679,7 @@ def outer_steps() -> Iterator[Cell]:
     own = (*EIGHT, *SIZES[SMALL_GPT][1])
     methods = {
         f"H = {period}": f"algorithm.name=diloco cadence.name=cpsgd cadence.period={period}"
-        for period in (32, 8)
+        for period in OUTER_PERIODS
     }
     for nodes, batch in ((8, 4), (1, 32)):
         batched = (*own, f"data.batch={batch}")
