@@ -69,7 +69,7 @@ def finals(runs: Sequence[Line], cell: Cell, method: str, level: str) -> dict[in
     tried = [r for r in matching if r["level"] == "search" and r["figures"]]
     if not tried:
         return {}
-    rate = float(f"{best_rate(tried) * cell.levels[level]:.3g}")
+    rate = float(f"{best_rate(tried, cell.metric) * cell.levels[level]:.3g}")
     return {r["seed"]: r for r in matching if r["level"] == level and r["lr"] == rate}
 
 
