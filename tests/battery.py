@@ -1,4 +1,4 @@
-"""Drives algorithms without a model: quadratics f_i(x) = ‖x − b_i‖²/2 with noise from a seed."""
+"""Runs of algorithms on quadratics f_i(x) = ‖x − b_i‖²/2 with gradient noise, without a model."""
 
 from dataclasses import replace
 from functools import cache
@@ -23,7 +23,7 @@ from mpigossip.training.parts import make_graph, make_parts
 
 WIDTHS = (512, 512)
 LAYERS = (96, 64, 160, 192, 320, 128, 64)
-"""Columns of the layers; the fifth layer lies in both slots."""
+"""Number of columns of each layer; the fifth layer is divided between both slots."""
 FLAT = ParameterLayout(
     tuple(f"{k}.weight" for k in range(len(LAYERS))),
     tuple((width,) for width in LAYERS),

@@ -155,8 +155,8 @@ def meets(
 ) -> float:
     """Return the learning rate at which the excess error equals the error of parallel SGD.
 
-    It is found by the secant method on logarithms. It is NaN if the excess is smaller at every rate
-    up to LARGEST, so that there are no transient iterations.
+    The secant method on logarithms determines this rate. The result is NaN if the excess is smaller
+    at every rate up to LARGEST, so that there are no transient iterations.
 
     :param excess: :func:`expected` or :func:`measured`
     :param gossip_graph: the graph

@@ -280,7 +280,7 @@ def gasloc(
     )
 
 
-class Sparse(NamedTuple):
+class SparseState(NamedTuple):
     """State: model θ after the last outer step, error e, and the local step's state."""
 
     anchor: torch.Tensor
@@ -305,14 +305,14 @@ def sparseloco(local: Local, *, outer_lr: AboveZero = 1.0, memory: Share = 0.95)
     :param memory: β, the fraction of the error e that is kept; it replaces an outer momentum
     """
 
-    def send(x, g, state: Sparse, out, step: Step):
+    def send(x, g, state: SparseState, out, step: Step):
         inner = local.adapt(x, g, state.inner, step, out[0])
         if step.kind is ExchangeKind.GLOBAL:
             state.error.mul_(memory).add_(state.anchor).sub_(out[0])
             out[0].copy_(state.error)
         return state._replace(inner=inner)
 
-    def receive(x, g, state: Sparse, sent, mixed, step: Step):
+    def receive(x, g, state: SparseState, sent, mixed, step: Step):
         if step.kind is ExchangeKind.GLOBAL:
             state.error.sub_(sent[0])
             x.copy_(state.anchor.sub_(mixed[0], alpha=outer_lr))
@@ -320,7 +320,7 @@ def sparseloco(local: Local, *, outer_lr: AboveZero = 1.0, memory: Share = 0.95)
             x.copy_(mixed[0])
         return state
 
-    init = init_from(Sparse, torch.clone, torch.zeros_like, local.init)
+    init = init_from(SparseState, torch.clone, torch.zeros_like, local.init)
     needs = frozenset({"own-wire", "never-gossip"})
     return Algorithm(init, send, receive, inner_update(local.update), raw=local.raw, needs=needs)
 

@@ -156,7 +156,7 @@ phase.
 
 
 def takes_local(name: str) -> bool:
-    """Return whether algorithm ``name`` uses a local step; if not, its own update replaces it."""
+    """Return whether algorithm ``name`` uses a local step; otherwise, it has its own update."""
     spec = spec_of(BUILDERS, name)
     return spec is not None and LOCAL in spec.implies
 

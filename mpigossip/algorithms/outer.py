@@ -144,7 +144,8 @@ def _factory(setting: Mapping[str, Any]) -> Callable[[list[torch.Tensor]], torch
     name = setting.get("name")
     if not isinstance(name, str):
         raise JobError(
-            f"algorithm.outer = {dict(setting)}: has no name of an optimizer: write {EXAMPLE}"
+            f'algorithm.outer = {dict(setting)}: needs the key "name", the name of an optimizer: '
+            f"write {EXAMPLE}"
         )
     if is_user_code(name):
         make = import_object("algorithm.outer", name, "(parameters, …) that returns an Optimizer")
@@ -162,7 +163,10 @@ def _factory(setting: Mapping[str, Any]) -> Callable[[list[torch.Tensor]], torch
 
 
 def _number_kind(value: Any) -> Callable[[torch.Tensor], Any] | None:
-    """Return how a number of the state is made from a tensor; None for an array."""
+    """Return the function that converts a tensor to a number like ``value``, an entry of a state.
+
+    Return None if ``value`` is an array instead of a number.
+    """
     if torch.is_tensor(value) and value.numel() > 1:
         return None
     if torch.is_tensor(value):

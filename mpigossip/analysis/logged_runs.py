@@ -71,7 +71,7 @@ class LoggedRun:
         return metrics_in(self.log.evaluations) or own_columns(self.log)
 
     def unit(self, name: str) -> str:
-        """Return the unit of a column in parentheses; "" for a plain number."""
+        """Return the unit of a column in parentheses, such as " (s)"; "" for a plain number."""
         unit = self.log.units.get(name, "1")
         return "" if unit in ("1", "") else f" ({unit})"
 

@@ -156,7 +156,7 @@ def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None
 
 
 def _wide(axes: Axes, values: np.ndarray) -> None:
-    """Use a logarithmic axis if the values are positive and span more than a factor of 30."""
+    """Use a logarithmic axis for values if all are positive and span more than a factor of 30."""
     values = values[np.isfinite(values)]
     if len(values) and values.min() > 0 and values.max() > 30 * values.min():
         axes.set_yscale("log")

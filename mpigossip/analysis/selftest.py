@@ -206,8 +206,14 @@ def _targets(world: World, test_graph: Graph, t: int) -> list[tuple[int, int]]:
 def _round(world: World, test_graph: Graph, t: int, size: int, window) -> list:
     """Measure the puts of round ``t``; return (from, to, seconds, seconds) for each link.
 
-    The first time is that of a small put, the second that of a large one. Each is the shortest of
-    some repeats.
+    The first time is for a small put, the second for a large one. Each is the shortest time of some
+    repeats.
+
+    :param world: all ranks
+    :param test_graph: the graph
+    :param t: number of the round
+    :param size: bytes of the large put
+    :param window: window to put into
     """
     message = np.full(size, (world.rank + t) % 251, np.uint8)
     targets = _targets(world, test_graph, t)

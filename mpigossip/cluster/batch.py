@@ -241,9 +241,9 @@ def _shape(site: Site, request: BatchRequest) -> str:
     If the script starts one rank per host, but the computing centre's own examples start one per
     GPU, the comment says so.
     """
-    text = "One rank per node, which sees all its GPUs."
+    text = "One rank per host, which sees all its GPUs."
     if request.ranks > 1:
-        text = f"{request.ranks} ranks per node; each sees all GPUs of the node and uses its own."
+        text = f"{request.ranks} ranks per host; each sees all GPUs of the host and uses its own."
     differs = site.examples_use == "gpu" and request.ranks == 1
     return f"{text} The centre's own examples start one per GPU." if differs else text
 
@@ -256,7 +256,7 @@ def _find_problems(site: Site, texts: Iterable[str], request: BatchRequest) -> l
     ]
     if request.ranks > 1 and not (site.launcher_multi or request.launcher):
         problems.append(
-            f"{site.title} has no launch command for several ranks per node: add `launcher_multi` "
+            f"{site.title} has no launch command for several ranks per host: add `launcher_multi` "
             "to its file, or give --launcher"
         )
     if request.nodes < 1:

@@ -20,7 +20,7 @@ from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, prctl, start_
 from mpigossip.cluster.endings import ACTIONS, Action, Cause, Others
 from mpigossip.cluster.launcher import job_id, launcher_ranks
 from mpigossip.cluster.local_devices import make_current_before_mpi
-from mpigossip.cluster.starting import Start
+from mpigossip.cluster.starting import RankStart
 from mpigossip.config import JobError
 from mpigossip.config.readable import print_note
 
@@ -42,7 +42,7 @@ PROGRESS = "mpigossip-progress"
 """Name of threads that call MPI."""
 PR_SET_PDEATHSIG = 1
 """Number of the option of Linux's ``prctl`` that sends a signal when the parent ends."""
-_start: Start | None = None
+_start: RankStart | None = None
 """The start of MPI, which is watched; None if this process was started alone."""
 _devices = "auto"
 """Value of `node.devices`, whose first GPU is made current before MPI starts."""
@@ -107,7 +107,7 @@ def before_mpi(
     launched = launcher_ranks(os.environ)
     if _start is None and launched and launched[0][1] > 1:
         rank, size, _ = launched[0]
-        _start = Start(_shared(folder), rank, size, timeout_s)
+        _start = RankStart(_shared(folder), rank, size, timeout_s)
     return timeout_s
 
 

@@ -41,7 +41,7 @@ class StartedRank(NamedTuple):
     """True if the rank has called MPI_Init."""
 
 
-class Start:
+class RankStart:
     """The start of this rank, from before MPI is loaded until `over` is called when MPI runs."""
 
     def __init__(self, folder: Path, rank: int, size: int, timeout_s: float):

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 FIGURES = (
     ("degree", "degree", "largest number of in-neighbours in a round"),
-    ("period", "period", "rounds after which it repeats; - if never"),
+    ("period", "period", "rounds until a graph repeats; - if never"),
     ("spectral_gap", "gap", "1 - rho(W), for static graphs"),
     ("rounds_to_exact", "exact", "rounds to the exact average; - if never"),
     ("residue_after_period", "residue", "||product of W over a period - J||"),
     ("effective_neighbours", "n_eff", "neighbours in effect, gamma = 0.951"),
     ("vectors_per_round", "vectors", "vectors of model size that a node sends"),
-    ("bytes_per_round", "bytes", "sent by a node, --parameters in float32"),
+    ("bytes_per_round", "bytes", "bytes that a node sends of --parameters"),
     ("transient_iid", "transient", "steps to linear speed-up, up to a factor"),
-    ("transient_non_iid", "non-iid", "the same, if nodes have different data"),
+    ("transient_non_iid", "non-iid", "transient, if nodes have different data"),
 )
 """Numbers that `show` and `compare` print, each as (key, heading of its column, meaning)."""
 

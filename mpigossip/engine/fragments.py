@@ -21,13 +21,13 @@ Columns = Sequence[slice]
 
 
 class Fragments(NamedTuple):
-    """Columns of each fragment, and when and how it is exchanged."""
+    """Columns of each fragment, the schedule of their exchanges, and the algorithm of these."""
 
     schedule: FragmentSchedule
     cuts: Sequence[Sequence[Columns]]
     """For each segment and each fragment, its columns."""
     width: int
-    """Columns of a message, the largest width of a fragment."""
+    """Number of columns of a message, which is the number of columns of the largest fragment."""
     exchanges: Sequence[Algorithm]
     """For each segment, the algorithm without its local step; it may keep x½ until it receives."""
     blend: Callable[[int], float]
@@ -35,7 +35,7 @@ class Fragments(NamedTuple):
 
 
 class FragmentArrays(NamedTuple):
-    """Gathered fragment of a segment: arrays (rows, width), with 0 after its columns."""
+    """Gathered fragment of a segment: arrays (rows, width), with zeros after its last column."""
 
     x: torch.Tensor
     state: Any
@@ -52,10 +52,10 @@ class FragmentInFlight(NamedTuple):
 class FragmentExchange:
     """Exchange of one fragment at a time, while every step updates the whole model.
 
-    It needs an algorithm with a ``local_update``. If there is a delay, it keeps one array, shaped
-    like x, of received values that have not been applied yet. A checkpoint receives a fragment
-    earlier than a step would. This changes no bit, because only exchanges change the arrays of the
-    algorithm.
+    The algorithm must have a ``local_update``. If the schedule has a delay of τ steps, an array of
+    the shape of x holds received values that have not been applied yet. Writing a checkpoint
+    receives a fragment in flight earlier than a step would. The results stay bitwise identical,
+    because only exchanges change the arrays that the algorithm uses in exchanges.
     """
 
     outbox: MessageArrays | None
@@ -102,7 +102,7 @@ class FragmentExchange:
         self.outbox = out
 
     def receive(self, engine: Engine, now: Step) -> None:
-        """Receive the fragment, unless it arrives τ steps later."""
+        """Receive the fragment, unless the schedule has a delay, which `adapt` takes care of."""
         if not self.fragments.schedule.delay:
             self.wait(engine)
 
@@ -179,6 +179,7 @@ def _blend(x: torch.Tensor, received: torch.Tensor, weight: float) -> None:
 
 
 def _pair_columns(columns: Columns) -> list[tuple[slice, slice]]:
+    """Return pairs of columns of a gathered fragment, and the columns of x that they hold."""
     pairs = []
     begin = 0
     for c in columns:

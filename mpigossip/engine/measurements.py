@@ -26,7 +26,7 @@ EVERY_ON_GPUS = 100
 
 
 @dataclass
-class Record:
+class StepMetrics:
     """Metrics of one step; tensors are float64 of shape (rows,), one row for each local node."""
 
     index: int
@@ -36,11 +36,14 @@ class Record:
     loss: torch.Tensor
     gradient_norm: torch.Tensor
     mixed_distance: torch.Tensor
-    """‖mixed − sent‖, the change by the exchange."""
+    """‖mixed − sent‖, the distance by which the exchange moved the message."""
     consensus_distance: float
     """Consensus distance; NaN if it was not measured."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds by activity: compute_s, node_s, exchange_s, idle_s."""
+    """Seconds by activity, as in the log: compute_s (forward and backward passes), node_s
+    (averaging and gathering within the node), exchange_s (exchange with other nodes) and idle_s
+    (waiting for other nodes).
+    """
     bytes_sent: list[int] = field(default_factory=list)
     """Bytes that each row has sent to other nodes."""
     staleness: list[float] = field(default_factory=list)
@@ -114,7 +117,7 @@ def consensus_distance(x: Sequence[torch.Tensor], mixer: Mixer, group: Group) ->
 
 def make_record(
     engine: Any, now: Any, loss: torch.Tensor | None, norm: torch.Tensor | None
-) -> tuple[Record, dict[str, float]]:
+) -> tuple[StepMetrics, dict[str, float]]:
     """Return the record of the present step, and averages over nodes by name for the cadence.
 
     :param engine: engine that has made the step
@@ -131,22 +134,22 @@ def make_record(
         exchange_distance = unmeasured(rows, 0.0 if engine.measuring else NAN)
     averages: dict[str, float] = {}
     names = sorted(engine.cadence.measures)
-    # only a GLOBAL exchange makes all nodes wait for each other anyway
+    # Averages make all nodes wait for each other. A GLOBAL exchange does that anyway.
     if names and now.kind is ExchangeKind.GLOBAL:
         wanted = {"loss": loss, "variance": exchange_distance**2}
         means = mixer.mean_scalars(torch.stack([wanted[name] for name in names], dim=1))
         averages = dict(zip(names, means.tolist(), strict=True))
     distance = NAN
-    if engine.measuring and mixer.synchronous:  # asynchronous nodes measure it at evaluations
+    if engine.measuring and mixer.synchronous:  # asynchronous nodes measure only at evaluations
         distance = consensus_distance(engine.vector.x, mixer, engine.group)
-    record = Record(engine.index, now.kind, now.lr, loss, norm, exchange_distance, distance)
+    record = StepMetrics(engine.index, now.kind, now.lr, loss, norm, exchange_distance, distance)
     record.seconds = engine.clock.end()
     record.bytes_sent = list(mixer.bytes_sent)
     record.staleness = list(mixer.staleness)
     return record, averages
 
 
-class Clock:
+class Stopwatch:
     """Stopwatch that splits the seconds of a step by activity.
 
     Waits for other nodes are counted as idle.
@@ -201,9 +204,9 @@ def check_message(
 ) -> None:
     """Raise NonFiniteError if the message of a segment contains NaN or infinite values.
 
-    If the progress thread sends the message from a GPU, the thread makes the check when the GPU has
-    filled the outbox, so that this call does not wait. The error then comes from the mixer's
-    ``finish``. In both cases, nothing is sent.
+    If the progress thread sends the message from a GPU, this thread makes the check when the GPU
+    has filled the outbox, so that this call does not wait for the GPU. The mixer's ``finish`` then
+    raises the error. In both cases, the message is not sent.
 
     :param engine: engine that is about to send
     :param segment: number of the segment
@@ -219,7 +222,7 @@ def check_message(
     totals = torch.stack([part.sum() for part in vectors])
     check = partial(_check_totals, engine, engine.index, segment, vectors, columns)
     if not engine.mixer.check_later(now.kind, now.round, segment, totals, check):
-        check(totals.cpu())  # the only wait for a GPU
+        check(totals.cpu())  # the host waits for the GPU only here
 
 
 def _check_totals(

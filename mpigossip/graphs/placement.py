@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from mpigossip.graphs.base import Drawn, Graph, GraphError
-from mpigossip.graphs.rounds import Round, Sparse
+from mpigossip.graphs.rounds import Round, SparseMatrix
 from mpigossip.graphs.weights import as_sparse, links
 
 WORK = 1 << 28
@@ -126,10 +126,11 @@ def renumbered(graph: Graph, places: Sequence[int] | np.ndarray) -> Graph:
         edges = as_sparse(r)
         to = node_at[edges.edge_receivers]
         source = node_at[edges.indices]
-        return Sparse.from_edges(graph.n, to, source, edges.weights, edges.own[where])
+        return SparseMatrix.from_edges(graph.n, to, source, edges.weights, edges.own[where])
 
     if isinstance(graph.schedule, Drawn):
         raise GraphError(
-            f'graph "{graph.name}" is drawn again in each round, so it can\'t be renumbered'
+            f'graph "{graph.name}" is drawn again in each round, so it can\'t be renumbered; use '
+            "it with the order of the ranks"
         )
     return replace(graph, schedule=graph.schedule.mapped(change))

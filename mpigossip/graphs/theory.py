@@ -86,9 +86,9 @@ def _sample_term(
     }
     for name, value in inputs.items():
         if not value > 0:
-            raise GraphError(f"a lower bound needs {name} > 0, got {value}")
+            raise GraphError(f"a lower bound needs {name} > 0, got {value}; pass a positive number")
     if noise < 0:
-        raise GraphError(f"a lower bound needs noise ≥ 0, got {noise}")
+        raise GraphError(f"a lower bound needs noise ≥ 0, got {noise}; pass 0 for none")
     return delta * smoothness * noise**2 / (n * batch * epsilon**4)
 
 

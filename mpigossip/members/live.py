@@ -1,4 +1,4 @@
-"""Exchange of a member through the folder: in each round, it publishes its model and reads one."""
+"""Exchange of a member through the folder: it publishes its model and reads a peer's each round."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NoModel(StoreError):
 
 
 class StopRequested(Exception):
-    """The member was asked to stop."""
+    """Exception that ends the stay of a member that was asked to stop."""
 
 
 def digest(state: NodeState) -> str:
@@ -53,25 +53,25 @@ def layout(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> str:
 def rounds_late(own: Sequence[int], age: int) -> int:
     """Return the number of a member's last rounds that are newer than a peer's model.
 
-    :param own: ages of the models of the member's last rounds, oldest first
-    :param age: age of the peer's model
+    :param own: ages of the models of the member's last rounds (`Round.age`), oldest first
+    :param age: age of the peer's model (`Round.age`)
     :return: at most ``len(own) - 1``, so that it is an index into ``own`` from its end
     """
     return max(0, min(sum(own_age > age for own_age in own), len(own) - 1))
 
 
 def correct_for_age(state: NodeState, now: NodeState, then: NodeState, late: int) -> NodeState:
-    """Return a peer's late model, corrected so that it can be averaged with the present own model.
+    """Return a peer's late model, corrected so that it can be averaged with the member's model x.
 
     If a model that is l rounds old were averaged like a new one, it would hold back the training.
-    The member therefore computes x ← x + ½ (x_j − x_i) / (1 + l), where x_j is the peer's model
-    and x_i is the own model of the same age. The division is necessary because the difference is
-    l rounds old and does not yet include the effect of the averages since then: without it, the
-    difference would grow.
+    The member therefore computes x ← x + ½ (x_j − x_i) / (1 + l), where x_j is the peer's model,
+    and x_i is the model that the member itself had when it was as old as x_j. The difference x_j −
+    x_i does not include the effect of the averages of the last l rounds. Without the division, the
+    differences between models would therefore grow.
 
     :param state: the peer's model x_j
-    :param now: the own model x at present
-    :param then: the own model x_i, as old as ``state``
+    :param now: the member's present model x
+    :param then: the member's earlier model x_i, as old as ``state``
     :param late: result l of :func:`rounds_late`; 0: ``state`` is returned unchanged
     """
     if not late:
@@ -81,7 +81,7 @@ def correct_for_age(state: NodeState, now: NodeState, then: NodeState, late: int
 
 
 def digest_of_shards(shards: Sequence[Shard]) -> str:
-    """Return the SHA-256 of the digests of shards, which is the digest of their model."""
+    """Return the digest of a model in several files: the SHA-256 of the text of their digests."""
     return hashlib.sha256("".join(shard.digest for shard in shards).encode()).hexdigest()
 
 
@@ -133,6 +133,9 @@ def read_model(
 def _read_shard(place: Place, version: Round, shard: Shard) -> NodeState:
     """Read a file of a model and compare it with its record.
 
+    :param place: place of the member that reads
+    :param version: record of the round that published the model
+    :param shard: description of the file in this record
     :raises StoreError: if the file is damaged, or belongs to another user or model
     """
     disk = place.disk
@@ -149,16 +152,16 @@ def _read_shard(place: Place, version: Round, shard: Shard) -> NodeState:
 
 
 class OneRank:
-    """Ranks of a member that has one rank, so that nothing has to be sent.
+    """Collective decisions of a member that has one rank, so that nothing has to be sent.
 
-    `mpigossip.runs.members.ranks.SeveralRanks` is the same for a member of several ranks.
+    `mpigossip.runs.members.ranks.SeveralRanks` has the same methods for a member of several ranks.
     """
 
     rank = 0
     """Number of this rank; rank 0 alone uses names and records of the folder."""
     part: Part | None = None
-    """Part of the model that this rank reads and writes; None: it reads whole models, and only rank
-    0 writes them."""
+    """Part of the model that this rank reads and writes; None: each rank reads whole models, and
+    only rank 0 writes them."""
 
     def decide(self, work: Callable[[], T], place: Place, read: Callable[[Any], Any]) -> T:
         """Return the result of ``work()``, which only rank 0 calls, on all ranks; collective.
@@ -171,7 +174,14 @@ class OneRank:
         return work()
 
     def ask(self, command: Any, read: Callable[[Any], T]) -> list[T]:
-        """Return ``read(command)`` of all ranks; rank 0 calls this while it decides."""
+        """Call ``read(command)`` on all ranks; return the results in rank order.
+
+        Only rank 0 calls this method, in the ``work`` of :meth:`decide`. The other ranks, which are
+        in :meth:`decide`, too, then call the ``read`` that they have passed there.
+
+        :param command: value that can be pickled and that is sent to all ranks
+        :param read: function of ``command``
+        """
         return [read(command)]
 
     def collect(self, value: T) -> list[T]:
@@ -230,7 +240,7 @@ class FolderExchange:
         return self.ranks.agree(self._stopping())
 
     def _stopping(self) -> bool:
-        """Return the result of :meth:`stopping` for this rank alone."""
+        """Return whether this rank was asked to leave, or sees a file STOP in the folder."""
         now = time.monotonic()
         looks = self.ranks.rank == 0 and not self._stop_seen
         if looks and now - self._looked_at >= self.poll_s:
@@ -339,8 +349,16 @@ class FolderExchange:
         """Read models like :meth:`newest`, from the versions that ``choose`` returns.
 
         If no model can be read, ``choose`` is called again, because newer versions may have
-        replaced the first ones meanwhile.
+        replaced the first ones meanwhile. A stale listing may hide these for a while. If a place
+        that is not closed has removed its models, versions are therefore chosen again for at most
+        one lease.
+
+        :param choose: function that returns versions in the order of preference
+        :param limit: largest number of models to read
+        :raises StopRequested: if the member is asked to leave while it waits
         """
+        place = self.place
+        deadline = place.now() + place.plan.lease_s
         versions = choose()
         while True:
             try:
@@ -348,8 +366,18 @@ class FolderExchange:
             except NoModel:
                 previous = versions
                 versions = choose()
-                if versions == previous:
+                waits = place.now() < deadline and any(map(self._is_replaced, versions))
+                if not versions or (versions == previous and not waits):
                     raise
+            if versions == previous:
+                if self._stopping():
+                    raise StopRequested
+                time.sleep(self.poll_s)
+
+    def _is_replaced(self, version: Round) -> bool:
+        """Return whether a place that is not closed has removed the model of this version."""
+        listed = self.place.disk.exists(f"models/{version.file}")
+        return not listed and self.place.refresh(version.place).closed is None
 
     def newest(self, versions: list[Round], limit: int) -> tuple[list[Round], list[NodeState]]:
         """Read models like :meth:`readable`; if none can be read, try earlier rounds of the places.
@@ -404,9 +432,13 @@ class FolderExchange:
         return states
 
     def _no_model(self, count: int, failures: list[Exception]) -> Exception:
-        """Return the error to raise if no model can be read.
+        """Return the exception to raise if no model can be read.
 
-        An error of the file system takes precedence, because the reading is then repeated.
+        If there is an error of the file system, the exception is this error: the caller then
+        repeats the reading.
+
+        :param count: number of models that the member has tried to read
+        :param failures: errors of the file system, see :func:`read_model`
         """
         text = f"{self.place.disk.root}: none of {count} models can be read; "
         text += "copy one back to models/, or start in a new folder"
@@ -494,10 +526,13 @@ class FolderExchange:
         return sum(array.nbytes for array in state.stored().values())
 
     def _shard(self, draft: Round, state: NodeState) -> Shard | Exception | None:
-        """Write the part of this rank; return its entry in the record.
+        """Write the part of this rank to a file; return the description of the file for the record.
 
         The result is an exception if writing failed, and None if other members have closed the
-        place. It is not raised here, because rank 0 needs an answer of each rank.
+        place. The exception is not raised here, because rank 0 waits for a result of each rank.
+
+        :param draft: record of the round, without its model
+        :param state: part of the model that this rank holds
         """
         try:
             entry = self.place.disk.retry(lambda: self._write(draft, state), "models")
@@ -514,8 +549,11 @@ class FolderExchange:
     def _write(self, draft: Round, state: NodeState) -> Entry | None:
         """Write a model under a new name; return None if other members have closed the place.
 
-        They also remove files of a place that was closed long ago, even unfinished ones. Writing
-        then fails for a reason that is no outage of the file system.
+        If they closed it long ago, they also remove its files, even unfinished ones. Writing then
+        fails for a reason that is no outage of the file system.
+
+        :param draft: record of the round, without its model
+        :param state: the model, or the part of it that this rank holds
         """
         disk = self.place.disk
         rank = self.ranks.rank if self.ranks.part else None

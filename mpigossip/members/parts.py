@@ -1,9 +1,10 @@
-"""Parts of a model: each rank of a member holds and writes some consecutive elements of it.
+"""Parts of a model: each rank of a member holds a part and writes it to a file, its shard.
 
 A member has L slots, which its k ranks hold in equal numbers, in order. The part of a rank consists
-of the elements of its slots, of equal parts of all arrays of the model's size (optimizer state),
-and of the buffers of its slots. In a :class:`~mpigossip.store.checkpoint.NodeState` of a part,
-``slot`` is the rank, and ``pieces`` has the parts of the arrays.
+of consecutive elements of the flat parameters, which belong to its slots; of the elements with the
+same indices of all arrays of the model's size, such as momenta; and of the buffers of its slots.
+In a :class:`~mpigossip.store.checkpoint.NodeState` of a part, ``slot`` is the number of the rank,
+and ``pieces`` maps the name of each such array to its elements in the part.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mpigossip.store.checkpoint import NodeState
 
 @dataclass(frozen=True)
 class Part:
-    """Part of the model that one rank of a member holds."""
+    """Position of the part of the model that one rank of a member holds."""
 
     rank: int
     """Number of the rank within the member."""
@@ -29,16 +30,20 @@ class Part:
     slots: int
     """Number L of slots of the member, a multiple of the number of ranks."""
     first: int
-    """Index of the first element in the flat parameters of the model."""
+    """Index of the first element of the part in the flat parameters of the model."""
     count: int
-    """Number of elements."""
+    """Number of elements of the part."""
 
     def has_slot(self, slot: int) -> bool:
-        """Return whether a slot belongs to this rank."""
+        """Return whether the slot with the number ``slot`` belongs to this rank."""
         return slot * self.ranks // self.slots == self.rank
 
     def needs(self, shard: int, shards: int) -> bool:
-        """Return whether a shard of a model with ``shards`` shards has slots of this part."""
+        """Return whether the file with the number ``shard`` contains slots of this part.
+
+        :param shard: number of the file, which is the rank that has written it
+        :param shards: number of files of the model
+        """
         begin, end = shard * self.slots // shards, (shard + 1) * self.slots // shards
         return any(self.has_slot(slot) for slot in range(begin, end))
 
@@ -46,8 +51,8 @@ class Part:
 def cut(state: NodeState, part: Part, first: int = 0) -> NodeState:
     """Return a part of a model.
 
-    :param state: the model, or consecutive parts of it that were joined
-    :param part: part to return
+    :param state: the model, or consecutive parts of it, as :func:`joined` returns them
+    :param part: position of the part to return
     :param first: index of the first element of ``state`` in the model
     :raises StoreError: if ``state`` does not contain the part
     """
@@ -57,7 +62,8 @@ def cut(state: NodeState, part: Part, first: int = 0) -> NodeState:
     if begin < 0 or inside.stop > length:
         raise StoreError(
             f"its elements {first} to {first + length - 1} do not contain {part.first} to "
-            f"{part.first + part.count - 1}, which rank {part.rank} of this member holds"
+            f"{part.first + part.count - 1}, which rank {part.rank} of this member holds; copy "
+            "all files of the model back, or remove them"
         )
     shaped = {k for k, a in state.arrays.items() if k.startswith("state/") and a.shape == (length,)}
     return replace(
@@ -80,9 +86,11 @@ def _slot(name: str) -> int | None:
 
 
 def joined(parts: Sequence[NodeState]) -> NodeState:
-    """Return the state that consecutive parts of a model contain, as a state without pieces.
+    """Join consecutive parts of a model; return them as one state, whose arrays are not divided.
 
-    :raises StoreError: if the parts do not belong to the same model
+    :param parts: parts in the order of their elements, at least one
+    :raises StoreError: if the parts differ in the names or shapes of the model's parameters, or in
+        the names of its optimizer state
     """
     first = parts[0]
     arrays: dict[str, np.ndarray] = {}
@@ -92,7 +100,10 @@ def joined(parts: Sequence[NodeState]) -> NodeState:
             first.shapes,
             first.pieces.keys(),
         ):
-            raise StoreError("its shards belong to different models")
+            raise StoreError(
+                "the files of this model hold parts with different parameters or optimizer "
+                "states; copy all of them back, or remove them"
+            )
         arrays |= part.arrays
     for name in first.pieces:
         arrays[name] = np.concatenate([part.pieces[name] for part in parts])
@@ -101,11 +112,11 @@ def joined(parts: Sequence[NodeState]) -> NodeState:
 
 
 def parts_of(state: NodeState, shards: Sequence[Shard], slots: int) -> list[NodeState]:
-    """Return the parts of a model that the ranks of another member have written as shards.
+    """Divide a model into the parts that the ranks of another member have written.
 
     :param state: the whole model
-    :param shards: shards in the record of that member
-    :param slots: number of slots of the member
+    :param shards: entries of the parts' files in the record of that member
+    :param slots: number of slots of that member
     """
     count = len(shards)
     return [

@@ -41,11 +41,11 @@ LEASES = 16
 
 
 class Fenced(Exception):
-    """Other members have closed this place: its round is void, and the member joins again."""
+    """Error if other members have closed this place: its round is void; the member joins again."""
 
 
 class TooFarBehind(Exception):
-    """A member's model is too old to be averaged: the member joins again."""
+    """Error if a member's model is too old to be averaged; the member then joins again."""
 
 
 class TrainingPlan(NamedTuple):
@@ -59,13 +59,13 @@ class TrainingPlan(NamedTuple):
     """Lease, in seconds: the time for which a member may be silent, unless it has promised a
     multiple of it."""
     keep_every: int = 0
-    """The model of each K-th round of a place is never removed; 0: models of older rounds are
-    removed."""
+    """Number K: the model of every K-th round of a place is never removed; 0: the models of all
+    older rounds are removed."""
 
 
 @dataclass
 class Chain:
-    """Records of another place, as far as this member has read them."""
+    """Summary of the records of another place that this member has read so far."""
 
     promise: float
     """Longest silence, in seconds, that the newest usable record of the place allows."""
@@ -251,7 +251,7 @@ class Place:
 
         :param place: number of the place
         :param number: number of the record in its chain
-        :param listed: whether the record is known to exist, as in :meth:`RecordStore.read`
+        :param listed: whether the record must exist, as in :meth:`RecordStore.read`
         :return: the record; None if it does not exist; an object of the base class `Record` if it
             is unusable, or belongs to another place or round
         """
@@ -351,9 +351,9 @@ class Place:
     # -- publishing -------------------------------------------------------------------------------
 
     def draft(self, step: int) -> Round:
-        """Return the record of the round that ends now, still without its model.
+        """Return the record of the round that ends now, without the fields that describe its model.
 
-        The counters of this place move on to the next round.
+        The call advances the counters of this place to the next round.
 
         :param step: step count that is stored with the model
         """
@@ -415,7 +415,7 @@ class Place:
             self.ledger.finish(record.claim)
 
     def closed_by_others(self, draft: Round) -> bool:
-        """Return whether the name of a round is already listed, so it can't be published."""
+        """Return whether the name of a round is already taken, so that it can't be published."""
         return self.disk.exists(record_name(draft.place, draft.round))
 
     def _remove_old(self) -> None:
@@ -476,23 +476,24 @@ class Place:
         return [int(name) for name in self.disk.names(folder) if re.fullmatch(r"\d{6,15}", name)]
 
     def _closed(self) -> dict[int, int]:
-        """Return the age of the newest model of each place that has a hint in the folder `closed`.
+        """Return the places that the folder `closed` names, each with the age of its newest model.
 
-        A hint is a file that says that the place is closed.
+        An empty file there, such as 000007.000345, shows that place 7 is closed, and that the age
+        of its newest model is 345.
         """
         names = self.disk.names("closed")
         hints = [name for name in names if re.fullmatch(r"\d{6,15}\.\d{6,15}", name)]
         return {int(place): int(age) for place, age in (name.split(".") for name in hints)}
 
     def _hint_closed(self, place: int, age: int) -> None:
-        self.disk.publish(f"closed/{place:06d}.{age:06d}", b"")
+        self.disk.mark(f"closed/{place:06d}.{age:06d}")
 
     def read(self, name: str, *kinds: type[Record], listed: bool = False) -> Any:
         """Read a record by its name.
 
         :param name: name in the folder
         :param kinds: classes that the record may have
-        :param listed: whether the name is known to exist, as in :meth:`RecordStore.read`
+        :param listed: whether the name must exist, as in :meth:`RecordStore.read`
         :return: the record; None if it does not exist; an object of the base class `Record` if it
             is unusable, which is reported once
         """

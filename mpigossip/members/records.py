@@ -45,6 +45,12 @@ class RecordStore:
     whole content by link(2), or not at all, and its content never changes. A stale listing can
     therefore only lack new names.
 
+    That each chunk is trained exactly once needs two fsyncs per name: of the content before the
+    link, so that a name never has an incomplete content, and of the folder after it, so that a name
+    that others have seen is still there after a crash of the server. Models are flushed in the same
+    way before their record appears, so that the work of a published round is not lost. Hints
+    (:meth:`mark`) need none. Removing temporary files and old models only saves space.
+
     If the file system fails, `Outages` repeats the operation, because such an error does not show
     whether the file exists or is valid. A file counts as missing only if its name was never listed,
     and as unusable only if its kind or content was examined and is invalid.
@@ -250,6 +256,29 @@ class RecordStore:
         """Give a finished file a second name, atomically."""
         os.link(temporary, path)
 
+    def mark(self, name: str) -> None:
+        """Create an empty file that is only a hint, and do not flush it to stable storage.
+
+        If it is lost in a crash of the server, members read the records from which it follows.
+        """
+        self.retry(lambda: self._mark(name), name)
+
+    def _mark(self, name: str) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            descriptor = os.open(self.path(name), flags, 0o666)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            if not self._make(name.rpartition("/")[0]):
+                raise
+            self._mark(name)
+            return
+        try:
+            self._share(descriptor)
+        finally:
+            os.close(descriptor)
+
     def share(self, path: Path) -> None:
         """Make a file readable for other users if the folder is shared, in spite of the umask."""
         if self.shared:
@@ -375,18 +404,18 @@ class Version(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """File with the consecutive elements of a model that one rank of a member holds."""
+    """Description of a file with the part of a model that one rank of a member holds."""
 
     file: str
     """Name of the file in `models`."""
     bytes: int
-    """Size of the file."""
+    """Size of the file, in bytes."""
     checksum: str
     """Checksum of the bytes of the file."""
     first: int
-    """Index of the first element in the flat parameters of the model."""
+    """Index of the first element of the part in the flat parameters of the model."""
     parameters: int
-    """Number of elements."""
+    """Number of elements of the part."""
     digest: str
     """SHA-256 of the arrays in the file."""
 
@@ -442,11 +471,11 @@ class Round(Record):
     file: str
     """Name of the model's file in `models`; with `shards`, the file of the first one."""
     bytes: int
-    """Size of all files of the model."""
+    """Size of all files of the model together, in bytes."""
     checksum: str
-    """Checksum of the bytes of the file."""
+    """Checksum of the bytes of `file`."""
     parameters: int
-    """Number of parameters of the model."""
+    """Number of elements of all parameters of the model."""
     digest: str
     """SHA-256 of the arrays in the file; with `shards`, of the text of their digests."""
     shards: tuple[Shard, ...] = ()
@@ -459,7 +488,7 @@ class Round(Record):
 
     @property
     def files(self) -> tuple[Shard, ...]:
-        """Files of the model; one file with all elements if the member has one rank."""
+        """Descriptions of the model's files; one file with all elements if there is one rank."""
         whole = Shard(self.file, self.bytes, self.checksum, 0, self.parameters, self.digest)
         return self.shards or (whole,)
 
@@ -550,7 +579,7 @@ def _typed(value: Any, kind: str, name: str) -> Any:
 
 
 def _shard(values: Any) -> Shard:
-    """Return the shard that a list of its fields describes.
+    """Return the description of a file that a list of its fields encodes.
 
     :raises ValueError: if a field is missing or has another type
     """

@@ -193,7 +193,10 @@ class Asynchronous(WindowAccess, RankMixer):
         self._barrier("opening the windows")
 
     def _barrier(self, what: str) -> None:
-        """Wait until all ranks have made this call; collective. ``what`` begins the message."""
+        """Wait until all ranks have made this call; collective.
+
+        :param what: description of the call, which begins the error message
+        """
         request = self._comm.Ibarrier()
         self._waited += Deadline(self._timeout_s).wait(
             request.Test,

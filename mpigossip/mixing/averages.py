@@ -228,13 +228,16 @@ class RankMixer(Mixer):
             message with scalars are not a multiple of 8 bytes
         """
         if graph.n != world.size:
-            raise ValueError(f"a graph of {graph.n} nodes can't run on {world.size} ranks")
+            raise ValueError(
+                f"a graph of {graph.n} nodes can't run on {world.size} ranks: build it for "
+                "world.size nodes"
+            )
         odd = [w for w in layout.widths if layout.dtype.itemsize * layout.vectors * w % 8]
         if layout.scalars and odd:
             raise ValueError(
-                f"{layout.vectors} vectors of {odd[0]} elements of {layout.dtype} are not a "
-                "multiple of 8 bytes, as the float64 scalars after them require: pad the vectors "
-                "to an even width"
+                f"{layout.vectors} vectors of {odd[0]} elements of {layout.dtype} do not have a "
+                "multiple of 8 bytes, which the float64 scalars after them require: pad the "
+                "vectors to an even width"
             )
         super().__init__(graph, layout, range(world.rank, world.rank + 1))
         self.rank = world.rank

@@ -56,7 +56,9 @@ class MessageLayout:
 
     def __post_init__(self) -> None:
         if len(set(self.widths)) != 1:
-            raise ValueError(f"shards of a node must have equal widths, got {self.widths}")
+            raise ValueError(
+                f"shards of a node must have equal widths, got {self.widths}: pad the vector"
+            )
 
     @property
     def slots(self) -> int:
@@ -73,7 +75,7 @@ class MessageLayout:
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Number of bytes of one slot's message in memory, where it is not encoded."""
+        """Number of bytes of one slot's message in memory, before it is encoded."""
         return self.dtype.itemsize * self.vectors * self.widths[0] + 8 * self.scalars
 
     @property
@@ -83,7 +85,7 @@ class MessageLayout:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of one node's message in memory, where it is not encoded."""
+        """Number of bytes of one node's message in memory, before it is encoded."""
         return self.slots * self.slot_bytes
 
     @property
@@ -103,7 +105,8 @@ class MessageLayout:
     def fields(self) -> list[tuple[int, slice]]:
         """Vectors and then scalars of a slot, in the order in which they are sent.
 
-        Each is a pair: its index among vectors and scalars, and the slice of all of its elements.
+        Each is described by a pair: its index, with which scalars follow vectors, and the slice of
+        all of its elements.
         """
         vectors = [(k, slice(0, self.widths[0])) for k in range(self.vectors)]
         return vectors + [(self.vectors + k, slice(0, 1)) for k in range(self.scalars)]

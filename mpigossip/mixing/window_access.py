@@ -1,9 +1,9 @@
 """Access to the memory of other ranks through an MPI window: atomic words, and plain bytes.
 
-A protocol that uses this module keeps two kinds of memory apart. Words of 8 bytes are accessed by
+A protocol that uses this module distinguishes two kinds of memory. Words of 8 bytes are accessed by
 accumulate calls only, which MPI makes atomic for each word. All other bytes are read and written
-without atomicity, so that the protocol has to make sure, by its words, that no bytes are used which
-another rank writes at the same time.
+without atomicity. The protocol therefore has to make sure, by its words, that a rank uses no bytes
+that another rank writes at the same time.
 """
 
 import numpy as np
@@ -18,14 +18,18 @@ that computes for a long time would delay all ranks that access its window."""
 
 
 class WindowAccess:
-    """Methods of an object with a window, for one thread at a time; each ends with a flush."""
+    """Base class of objects with an MPI window: methods that access the memory of other ranks.
+
+    Only one thread at a time may call them. Each method flushes the window before it returns, so
+    that its access is complete at the other rank.
+    """
 
     _window: MPI.Win
 
     def _replace(self, j: int, offset: int, value: int) -> None:
         """Set a word in rank j's window atomically, and wait until it is set there.
 
-        :param j: rank
+        :param j: rank whose window is written
         :param offset: offset in the window, in bytes
         :param value: new value, an int64
         """
@@ -36,7 +40,7 @@ class WindowAccess:
     def _load(self, j: int, *offsets: int) -> np.ndarray:
         """Load words from rank j's window, each atomically, and before any later load.
 
-        :param j: rank
+        :param j: rank whose window is read
         :param offsets: offset of each word in the window, in bytes
         :return: the words, as int64
         """
@@ -53,7 +57,7 @@ class WindowAccess:
     def _swap_word(self, j: int, offset: int, value: int) -> int:
         """Set a word in rank j's window, and return the word that was there, in one atomic step.
 
-        :param j: rank
+        :param j: rank whose window is changed
         :param offset: offset in the window, in bytes
         :param value: new value, an int64
         """
@@ -66,14 +70,24 @@ class WindowAccess:
         return int(words[1])
 
     def _get(self, into: np.ndarray, j: int, offset: int) -> None:
-        """Read bytes from rank j's window, from ``offset`` on, in parts of at most ``CUT``."""
+        """Read bytes from rank j's window, by MPI calls of at most ``CUT`` bytes.
+
+        :param into: uint8 array for the bytes
+        :param j: rank whose window is read
+        :param offset: offset of the first byte in the window
+        """
         for begin in range(0, into.size, CUT):
             part = into[begin : begin + CUT]
             self._window.Get([part, MPI.BYTE], j, [offset + begin, part.size, MPI.BYTE])
         self._window.Flush(j)
 
     def _put(self, source: np.ndarray, j: int, offset: int) -> None:
-        """Write bytes to rank j's window, from ``offset`` on, in parts of at most ``CUT``."""
+        """Write bytes to rank j's window, by MPI calls of at most ``CUT`` bytes.
+
+        :param source: uint8 array of the bytes
+        :param j: rank whose window is written
+        :param offset: offset of the first byte in the window
+        """
         for begin in range(0, source.size, CUT):
             part = source[begin : begin + CUT]
             self._window.Put([part, MPI.BYTE], j, [offset + begin, part.size, MPI.BYTE])

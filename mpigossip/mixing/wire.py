@@ -61,8 +61,8 @@ class Wire(NamedTuple):
         """
         if width % BUCKET:
             raise ValueError(
-                f'wire "{self.name}" encodes buckets of {BUCKET} columns; {width} columns do not '
-                "fill whole buckets"
+                f'wire "{self.name}" encodes buckets of {BUCKET} elements; {width} elements do not '
+                "fill whole buckets: pad the vector with zeros"
             )
         return -(-sum(self.sizes) * (width // BUCKET) // 8) * 8
 
@@ -192,7 +192,12 @@ def encode_slot(
     codes: torch.Tensor | None,
     fields: Sequence[Field] | None = None,
 ) -> None:
-    """Encode the message of one slot, as :func:`encode` does."""
+    """Encode the message of one slot; :func:`encode` describes the other parameters.
+
+    :param slot: index of the slot
+    :param arrays: vectors and scalars of the slot, with one row for each node
+    :param codes: memory for the encoded message of the slot, uint8; None: only quantize
+    """
     for field, columns in layout.fields if fields is None else fields:
         offset = layout.offset(field)
         if field < layout.vectors:

@@ -14,10 +14,10 @@ from mpigossip.cluster import deadline
 from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.engine.measurements import Record
+from mpigossip.engine.measurements import StepMetrics
 from mpigossip.engine.module import ModuleParameters
+from mpigossip.engine.overlapping_tensors import check_separate
 from mpigossip.engine.sharded import plan_layouts
-from mpigossip.engine.shared_memory import check_separate
 from mpigossip.engine.step import Engine
 from mpigossip.mixing.base import Mixer
 from mpigossip.mixing.device.memory import check_default_device
@@ -42,7 +42,9 @@ from mpigossip.runs.survive import Survival, prepare
 from mpigossip.training.parts import JobParts
 
 LOADED = "the first call after load_state_dict()"
-"""Name of a collective call that a rank makes alone if only it has loaded a state."""
+"""Name of a collective call. If only some ranks have loaded a state, the other ranks do not make
+the call, and the error message about that contains this name.
+"""
 
 
 class Gossip(RunDirectoryMixin):
@@ -170,7 +172,7 @@ class Gossip(RunDirectoryMixin):
         run = self._run
         self._loaded: dict | None = None
         self._stale = StaleGradients()
-        self.record: Record | None = None
+        self.record: StepMetrics | None = None
         """Metrics of the last step."""
         if self._job.run.survive:
             prepare(self._job, world)
@@ -214,8 +216,9 @@ class Gossip(RunDirectoryMixin):
 
         :param closure: function that is called once, with gradients enabled; its value is returned
         :raises WaitTimeoutError: if a neighbour does not answer within ``timeout_s`` seconds
-        :raises JobError: if ranks differ in layout or calls, if a message is not finite, or in a
-            fork of the process that opened the world
+        :raises NonFiniteError: if this node would send NaN or infinite values
+        :raises JobError: if ranks differ in layout or calls, or in a fork of the process that
+            opened the world
         """
         check_process()
         value = None
@@ -361,7 +364,7 @@ class Gossip(RunDirectoryMixin):
 
     @property
     def steps(self) -> int:
-        """Number of steps so far; after a rank failure, the last one that all survivors made."""
+        """Number of steps so far; after a rank failure, the steps that all survivors have made."""
         return self.engine.index if self._node.laid_out else 0
 
     def surviving(self) -> AbstractContextManager[None]:
@@ -395,7 +398,8 @@ class Gossip(RunDirectoryMixin):
         The entry holds this node's model, the state of the algorithm, and counters. The buffers of
         the model are not part of it. The call is not collective, except while a fragment is in
         flight: then all ranks of the node have to make it. Save one state dict for each node,
-        because loading that of another node replaces this node's model by the other node's.
+        because loading the state dict of another node replaces this node's model by the other
+        node's model.
         """
         self._node.check_not_paused("state_dict()")
         check_default_device("state_dict()")
@@ -410,8 +414,9 @@ class Gossip(RunDirectoryMixin):
         return self._run_hooks("state_dict_post", state) or state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue bitwise at the next step from this node's ``state_dict``; call it on all nodes.
+        """Load this node's ``state_dict``, to continue with the next step; call it on all nodes.
 
+        All further steps are bitwise identical to the steps of the program that saved the state.
         If the state belongs to another node, the next step reports this once, or raises JobError if
         the algorithm needs each node's own state.
         """
@@ -420,7 +425,7 @@ class Gossip(RunDirectoryMixin):
         state_dict = self._run_hooks("load_state_dict_pre", state_dict) or state_dict
         inner_state = dict(state_dict)
         entry = inner_state.pop("gossip", None)
-        # before the first step, the model may have changed since its layout was planned
+        # Before the first step, the model may have changed since its layout was planned.
         layouts = self._node.layouts if self._node.laid_out else plan_layouts(self._node.model)
         messages = states.load(inner_state, entry, self._inner, self._node.model, layouts.local)
         if messages and self._world.rank == 0:
@@ -431,9 +436,10 @@ class Gossip(RunDirectoryMixin):
     # -- all nodes ---------------------------------------------------------------------
 
     def average(self) -> None:
-        """Exchange without a local step, for a node that waits, with an asynchronous mixer.
+        """Exchange without a local step, with an asynchronous mixer.
 
-        Call it repeatedly while the program waits; the node then continues to average with others.
+        Call this repeatedly while the program waits, so that the node continues to average with
+        other nodes.
         """
         self._ready_engine()
         self._node.average()
@@ -475,7 +481,7 @@ class Gossip(RunDirectoryMixin):
     def close(self) -> None:
         """Free windows and threads; collective. The world calls this when it closes."""
         check_process()
-        # asynchronous nodes and survivors take part in others' exchanges until all have ended
+        # Asynchronous nodes and survivors take part in exchanges of others until all nodes end.
         alone = self.mixer.synchronous and not self._world.survives
         status = deadline.CLOSING if alone else deadline.WAITING
         # The default device of the program may be "meta": don't use it for what is written at the
@@ -488,7 +494,7 @@ class Gossip(RunDirectoryMixin):
     def _end(self) -> None:
         run = self._run
         with closing(self._node, self._world):
-            # exit() may be called while the program handles an exception of its own
+            # The program may call exit() while it handles another exception.
             if run is not None and sys.exception() is not None and not run.stopped:
                 run.abandon()
             if self._survival is not None:

@@ -43,11 +43,11 @@ from mpigossip.training.assemble import load
 T = TypeVar("T")
 
 
-class Member:
-    """The chunks of a member, which trains them alone and then averages with another member.
+class LoopMember:
+    """Iterator over the chunks of a member, which averages with another member after each chunk.
 
-    After each chunk, x ← ½ (x + x_j) with the model x_j of another member. A late x_j is first
-    changed by :func:`~mpigossip.members.live.correct_for_age`.
+    The average is x ← ½ (x + x_j) with the model x_j of the other member. If x_j belongs to an
+    earlier round, :func:`~mpigossip.members.live.correct_for_age` changes it first.
 
     Iterating yields the numbers of the chunks, and publishes the model after each. The iteration
     ends if all chunks are trained; then the model is their average (see ``finished``). It also ends
@@ -85,7 +85,7 @@ class Member:
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._seed = self._capture()
         self._figures = dict[str, float]()
-        # members average after the local step
+        # Members average after the local step.
         gossip = replace(job.algorithm, name="dsgd", options={"style": "atc"})
         self._job = loop_text(replace(job, algorithm=gossip), model, optimizer, self._trained)
         self.finished = False
@@ -103,7 +103,7 @@ class Member:
 
     @property
     def stopping(self) -> bool:
-        """Return whether this member was asked to leave; the iteration ends at the next chunk.
+        """True if this member was asked to leave; the iteration then ends at the next chunk.
 
         If the member has several ranks, all of them have to read this attribute together.
         """
@@ -166,7 +166,7 @@ class Member:
         except StopRequested:
             return
         except FolderUnreachable as error:
-            # the program then exits with code 75, as if it was asked to leave
+            # The program then exits with code 75, as if it had been asked to leave.
             place.report(str(error))
             return
         self._put(average(states))
@@ -298,7 +298,7 @@ def join(
     poll_s: float = POLL_S,
     replay: bool = False,
     world: World | None = None,
-) -> Iterator[Member]:
+) -> Iterator[LoopMember]:
     """Return a context manager in which this program is a member of a training in a folder.
 
     The first member creates the training::
@@ -360,7 +360,7 @@ def join(
     ranks = SeveralRanks(world, None) if world.size > 1 else None
     with Stopper(world, folder, end_of_allocation(wall_clock_s)) as stopper:
         live = FolderExchange(place, stopper.due, poll_s, ranks)
-        with closing(Member(live, folder, job, inner, optimizer, replay, world)) as member:
+        with closing(LoopMember(live, folder, job, inner, optimizer, replay, world)) as member:
             yield member
 
 

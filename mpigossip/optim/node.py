@@ -1,4 +1,4 @@
-"""The node of a custom loop: model, torch optimizer, mixer and engine."""
+"""Node of a custom loop: model, torch optimizer, mixer and engine."""
 
 from __future__ import annotations
 
@@ -54,11 +54,13 @@ SECTIONS = ("run", "algorithm", "graph", "cadence", "node", "checkpoint", "log")
 """Sections of a job that a custom loop has, too."""
 
 THAWED = "the step() at which parameters were thawed"
-"""Name of a collective call that a rank makes alone if only its parameters are thawed."""
+"""Name of a collective call. If parameters are thawed on some ranks only, the other ranks do not
+make the call, and the error message about that contains this name.
+"""
 
 
 class LoopNode:
-    """The node of a rank in a custom loop; it implements :class:`mpigossip.runs.node.Node`.
+    """Node of a rank in a custom loop, an implementation of :class:`mpigossip.runs.node.Node`.
 
     The first step creates the flat parameters. Until then, the program may convert the model or
     move it to another device.
@@ -128,7 +130,7 @@ class LoopNode:
             print_note_once(warning)
         node = self.job.node
         nodes = self.world.nodes
-        # without other nodes, an asynchronous mixer has nothing to do
+        # An asynchronous mixer has nothing to do if there are no other nodes.
         mixer = "synchronous" if self.world.comm is None else node.mixer
 
         def open_mixer(layout: MessageLayout) -> Mixer:
@@ -152,19 +154,20 @@ class LoopNode:
     ) -> Any:
         """Take the step of the torch optimizer; :class:`Local` explains the parameters.
 
-        The algorithm, and with it the mixer, needs a local step before the flat parameters exist,
-        on which the real local step depends. This method therefore stands for it, and reads
-        ``self.local`` only when a step is taken.
+        The algorithm and the mixer are made before the flat parameters exist, on which the real
+        local step depends. They therefore get this method, which reads ``self.local`` only when a
+        step is taken.
         """
         return self.local.adapt(x, g, state, step, out)
 
     def _shut(self) -> None:
+        """Close the mixer and the group; collective."""
         close_mixer(self.mixer)
         self._segments.close()
 
     @property
     def sharded(self) -> bool:
-        """Return whether each rank of the node has a shard of the model."""
+        """True if each rank of the node has a shard of the model."""
         return isinstance(self.flat, ShardedLayout)
 
     def buffers(self, row: int) -> list[dict[str, torch.Tensor]]:
@@ -176,7 +179,7 @@ class LoopNode:
         nodes = self.world.nodes
         arrays: dict[str, np.ndarray] = {}
         numbers: dict[str, Number] = {"ranks": nodes.per_node}
-        # if the model has been converted since the last step, save the model of that step
+        # If the model has been converted since the last step, save the model of that step.
         with suppress(JobError):
             self.edits.collect(self.vector)
         with world.raise_together(JobError):
@@ -224,7 +227,7 @@ class LoopNode:
         wrappers.check_late(self.model, self.world)
         facts = self._facts
         self._facts = initial_sync.layout(self.model)
-        # asynchronous ranks call this only if they have to
+        # Asynchronous ranks do not make a collective call without need, which would let them wait.
         if self.mixer.synchronous or facts != self._facts:
             initial_sync.check_equal(self.world, self._facts)
         device = str(next(self.model.parameters()).device)
@@ -258,8 +261,8 @@ class LoopNode:
         )
 
     def restart_exchanges(self) -> None:
-        """Restart the exchanges at round 0, with none in flight; on all nodes."""
-        # the rounds of a synchronous mixer must be consecutive
+        """Restart the exchanges at round 0, with none in flight; collective over all nodes."""
+        # The rounds of a synchronous mixer must be consecutive.
         waits = self.mixer.synchronous
         if self.engine.index or self.edits.in_flight or (waits and self.engine.round):
             self._shut()
@@ -269,7 +272,7 @@ class LoopNode:
             self.edits.end()
 
     def lay_out_again(self, names: list[str]) -> None:
-        """Create the flat parameters again, with those that require gradients now; collective.
+        """Create the flat parameters again, with parameters that were frozen before; collective.
 
         The state of the algorithm is initialized again.
 
@@ -390,9 +393,8 @@ class LoopNode:
                 if names := self.vector.newly_frozen():
                     raise JobError(
                         f'{parameter_list(names)} are frozen now, and algorithm.name = "{name}" '
-                        f"would "
-                        'continue to move them by its own momentum: use algorithm = "dsgd", '
-                        "whose optimizer does not change them"
+                        'would continue to move them by its own momentum: use algorithm = "dsgd", '
+                        "whose optimizer does not change frozen parameters"
                     )
                 decay(self.vector, self.inner)
 
@@ -413,7 +415,7 @@ class LoopNode:
                 'before the gradient exists: pass Gossip(…, overlap="never")'
             )
         self.collect_edits()
-        # The exchange changes x, which is no edit of the program.
+        # The exchange changes x. The detector must not report this as an edit of the program.
         restarts = self.edits.in_flight
         self.edits.end()
         self.vector.gather()

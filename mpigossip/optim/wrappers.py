@@ -43,7 +43,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | Non
     :param world: all ranks; if its nodes have several ranks, the model must be in DDP over the
         ranks of its node, or sharded between them by `fully_shard`; None: no nodes of several ranks
     :raises JobError: if the optimizer was wrapped by a framework or averages by itself, or if the
-        model is joined over other ranks than those of its node
+        model is joined over ranks of other nodes, or over only some ranks of its node
     """
     kind = type(optimizer)
     home = kind.__module__.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Overview that is printed at the start of a run: nodes, model, data, method, exchange and others.
+"""Overview that is printed at the start of a run: nodes, model, data, method and exchange.
 
 Values such as the transport and the memory are read from the objects that were built for the run,
 because settings of the job may be "auto".
@@ -115,8 +115,9 @@ def _gossips(engine: Engine) -> bool:
 def _graph(graph: Graph) -> str:
     """Describe a graph in a line: degree, period, and how fast nodes reach their average.
 
-    The last is the number of rounds to the exact average, or else the spectral gap. If columns of
-    W(t) don't sum to one, the line says that the mean over nodes drifts.
+    The speed is the number of rounds to the exact average; if rounds never compute it, the speed is
+    the spectral gap. If columns of W(t) do not sum to one, the line says that the mean over nodes
+    drifts.
     """
     if graph.n == 1:
         return "one node: nothing to average"

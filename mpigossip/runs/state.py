@@ -26,8 +26,8 @@ from mpigossip.store.manifest import MOST
 
 COUNTERS = {"index", "born", "round", "shift", "seconds", "bytes_sent"}
 AVERAGED = {"momentum", "first", "second"}
-"""Names of the states of algorithms that are means of gradients. Only these can be averaged over
-nodes; all other states have to be reset."""
+"""Names of those arrays in the states of algorithms that are means of gradients or of their
+squares. Only these can be averaged over nodes; all other arrays have to be reset."""
 
 # -- from a node to arrays -------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ def _large(node: Node) -> bool:
     several = node.world.nodes.per_node > 1 and engine.group.slots > 1
     # If the layout permutes a parameter, a slot that has only a part of it can't restore the order
     # of its elements.
-    able = several and isinstance(flat, ParameterLayout) and flat.by_index
+    able = several and isinstance(flat, ParameterLayout) and flat.is_row_major
     return able and flat.count * bytes_per_element > 1e9 * node.job.checkpoint.one_file_gb
 
 

@@ -149,6 +149,7 @@ def _parts(entries: Iterable[Entry]) -> Iterator[tuple[Entry, slice]]:
 
 
 def _header(content: bytes) -> bytes:
+    """Return the first bytes of a manifest, with the SHA-256 of ``content``, its HDF5 part."""
     text = f"{FORMAT}\nsha256 of all bytes after {HEADER}: {hashlib.sha256(content).hexdigest()}\n"
     return text.encode().ljust(HEADER, b"\0")
 
@@ -214,14 +215,20 @@ def only(objects: Mapping[str, Any], needed: set[str], further: Collection[str] 
 
 
 def counter(value: Any, name: str, limit: int) -> int:
-    """Return ``value``; raise ValueError unless it is an integer from 0 to ``limit``."""
+    """Check that a value is an integer from 0 to ``limit``, and return it.
+
+    :raises ValueError: if it is not; the message contains ``name``
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
         raise ValueError(f"{name} = {str(value)[:40]}: must be a whole number from 0 to {limit}")
     return value
 
 
 def parse_facts(text: str, name: str) -> dict[str, Number]:
-    """Parse facts or counters from a JSON object of numbers and strings."""
+    """Parse facts or counters from a JSON object of numbers and strings.
+
+    :raises ValueError: if the text is not such an object; the message contains ``name``
+    """
     facts = json.loads(text)
     if not isinstance(facts, dict) or len(facts) > FACTS:
         raise ValueError(f'"{name}" is not a table of at most {FACTS} numbers and texts')

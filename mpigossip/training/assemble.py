@@ -98,9 +98,10 @@ def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool 
 
 
 def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
-    """Return the graph, renumbered for the racks of the nodes if the job asks for it.
+    """Return the graph, renumbered so that nodes of one rack exchange most with each other.
 
-    The job asks for it by `graph.placement`. Collective over all ranks.
+    The graph is returned unchanged if `graph.placement` is "given", or without MPI. Collective over
+    all ranks.
     """
     if job.graph.placement == "given" or world.comm is None:
         return graph

@@ -171,7 +171,7 @@ class Exchanges:
 
     @property
     def asynchronous(self) -> bool:
-        """Return whether nodes never wait for each other."""
+        """True if nodes never wait for each other."""
         return self.parts.job.node.mixer == "asynchronous"
 
     @property

@@ -12,7 +12,7 @@ table                 subject                                       asked by
 `LAUNCH`              job, its slots, and the ranks that run it     :func:`launch_problems`
 `SURVIVAL`, `FAULTS`  job                                           functions of the same names
 `CUSTOM_LOOP`         parts of the job of a custom loop, its world  :func:`loop_problems`
-`MEMBERS`             job, and its parts if members know its kind   :func:`check_member`
+`MEMBERS`             job, and its parts if members can train it    :func:`check_member`
 `VECTORIZATION`       job and model                                 :func:`check_vmap`
 ====================  ============================================  ==============================
 """
@@ -59,15 +59,21 @@ class HasJob(Protocol):
 
 
 S = TypeVar("S", bound=HasJob)
-Found = bool | None | Mapping[str, Any]
+Verdict = bool | None | Mapping[str, Any]
+"""Result of the condition of a rule: false, None or an empty mapping if the settings are
+compatible; otherwise true, or a mapping with the values that the templates of message and remedy
+contain.
+"""
 
 
 class Rule(NamedTuple, Generic[S]):
     """Condition under which settings are incompatible, with templates of the message and remedy."""
 
-    is_broken: Callable[[S], Found]
+    is_broken: Callable[[S], Verdict]
     message: str
+    """Template of the message; `{job.section.key}` stands for a setting of the job."""
     remedy: str = ""
+    """Template of the remedy, which follows the message after a semicolon; "": there is none."""
 
 
 Table = Sequence[Sequence[Rule[S]]]
@@ -256,12 +262,12 @@ def _diverges(graph: Graph) -> bool:
     return graph.n <= LARGE and consensus_rate(graph) > 1 + 1e-9
 
 
-def _changed_by_lost_links(parts: JobParts) -> Found:
+def _changed_by_lost_links(parts: JobParts) -> Verdict:
     missing = lacking(parts.method.needs, parts.graph)
     return "static" in missing and _links_fail(parts.job) and {"missing": " and ".join(missing)}
 
 
-def _lacks_properties(parts: JobParts) -> Found:
+def _lacks_properties(parts: JobParts) -> Verdict:
     graph = parts.graph
     needs = parts.method.needs
     missing = lacking(needs, graph)
@@ -282,7 +288,7 @@ def _suits(name: str, n: int, needs: frozenset) -> bool:
     return False
 
 
-def _is_unconnected(parts: JobParts) -> Found:
+def _is_unconnected(parts: JobParts) -> Verdict:
     """Return two nodes that no path of edges connects, if the nodes can therefore not agree.
 
     The graph "identity" is accepted, because nodes then train separately on purpose. So are
@@ -337,12 +343,12 @@ def _cadences(is_allowed: Callable[[Cadence], bool]) -> str:
     return " or ".join(f'"{name}"' for name, build in CADENCES.items() if is_allowed(build()))
 
 
-def _mixes_kinds(parts: JobParts) -> Found:
+def _mixes_kinds(parts: JobParts) -> Verdict:
     broken = "unmixed" in parts.method.needs and len(parts.cadence.kinds) > 1
     return broken and {"fitting": _cadences(lambda c: len(c.kinds) == 1)}
 
 
-def _averages_globally(parts: JobParts) -> Found:
+def _averages_globally(parts: JobParts) -> Verdict:
     if "never-global" not in parts.method.needs or ExchangeKind.GLOBAL not in parts.cadence.kinds:
         return None
     adapts_later = parts.job.algorithm.options.get("style") == "awc"
@@ -352,12 +358,12 @@ def _averages_globally(parts: JobParts) -> Found:
     }
 
 
-def _gossips(parts: JobParts) -> Found:
+def _gossips(parts: JobParts) -> Verdict:
     broken = "never-gossip" in parts.method.needs and ExchangeKind.GOSSIP in parts.cadence.kinds
     return broken and {"fitting": _cadences(lambda c: ExchangeKind.GOSSIP not in c.kinds)}
 
 
-def _has_no_idle_nodes(parts: JobParts) -> Found:
+def _has_no_idle_nodes(parts: JobParts) -> Verdict:
     if not parts.cadence.periods or parts.method.local_update is not None:
         return None
     cadence_name = parts.job.cadence.name
@@ -371,14 +377,14 @@ def _has_no_idle_nodes(parts: JobParts) -> Found:
     return {"periods": list(parts.cadence.periods), "fitting": ", ".join(fitting)}
 
 
-def _miscounts_nodes(parts: JobParts) -> Found:
+def _miscounts_nodes(parts: JobParts) -> Verdict:
     periods = parts.cadence.periods
     n = parts.graph.n
     broken = bool(periods) and len(periods) != n
     return broken and {"periods": list(periods), "count": len(periods), "n": n}
 
 
-def _lengths_differ(parts: JobParts) -> Found:
+def _lengths_differ(parts: JobParts) -> Verdict:
     """Return the lengths of the algorithm and its cadence if they do not match the graph."""
     job = parts.job
     period = parts.graph.period
@@ -476,12 +482,12 @@ WIRE: Table[JobParts] = (
 # -- fragments --------------------------------------------------------------------------------
 
 
-def _has_too_many_fragments(parts: JobParts) -> Found:
+def _has_too_many_fragments(parts: JobParts) -> Verdict:
     period, count, _ = parts.cadence.fragment_schedule
     return count > period and {"count": count, "period": period}
 
 
-def _has_too_long_a_delay(parts: JobParts) -> Found:
+def _has_too_long_a_delay(parts: JobParts) -> Verdict:
     period, count, delay = parts.cadence.fragment_schedule
     between = period // count
     return delay > between and {
@@ -492,7 +498,7 @@ def _has_too_long_a_delay(parts: JobParts) -> Found:
     }
 
 
-def _blends(parts: JobParts) -> Found:
+def _blends(parts: JobParts) -> Verdict:
     """Return the setting that blends received averages into x, if there is one."""
     section = parts.job.algorithm
     if section.blend is not None:
@@ -502,11 +508,11 @@ def _blends(parts: JobParts) -> Found:
     return None
 
 
-def _blends_what_is_kept(parts: JobParts) -> Found:
+def _blends_what_is_kept(parts: JobParts) -> Verdict:
     return "keeps-x" in parts.method.needs and _blends(parts)
 
 
-def _in_fragments(parts: JobParts) -> Found:
+def _in_fragments(parts: JobParts) -> Verdict:
     """Return the setting that makes fragments or delays or blends exchanges, if there is one."""
     schedule = parts.cadence.fragment_schedule
     if schedule.is_whole_model:
@@ -516,7 +522,7 @@ def _in_fragments(parts: JobParts) -> Found:
     return {"setting": f"cadence.delay = {schedule.delay}"}
 
 
-def _is_indivisible(parts: JobParts) -> Found:
+def _is_indivisible(parts: JobParts) -> Verdict:
     """Return why the algorithm can't exchange fragments, and which algorithms can.
 
     The result is None if it can.
@@ -556,7 +562,7 @@ def _why_indivisible(method: Algorithm) -> str:
     return ""
 
 
-def _delays_some_elements(parts: JobParts) -> Found:
+def _delays_some_elements(parts: JobParts) -> Verdict:
     delay = parts.cadence.fragment_schedule.delay
     return bool(delay) and "shared-wire" in parts.method.needs and {"delay": delay}
 
@@ -580,7 +586,7 @@ FRAGMENTS: Table[JobParts] = (
         Rule(
             _blends_what_is_kept,
             "{setting}: with algorithm.eager, received models are not blended into x",
-            "leave it out",
+            "remove {setting}",
         ),
     ),
     (
@@ -696,7 +702,7 @@ def _is_asynchronous(parts: JobParts) -> bool:
     return parts.job.node.mixer == "asynchronous"
 
 
-def _needs_the_same_round(parts: JobParts) -> Found:
+def _needs_the_same_round(parts: JobParts) -> Verdict:
     if not _is_asynchronous(parts) or tolerates_delay(parts.method):
         return None
     fitting = [name for name in BUILDERS if tolerates_delay(build(name, None, {}, 0))]
@@ -716,8 +722,9 @@ def _uses_nccl(parts: JobParts) -> bool:
 def _unsupported_fault(key: str) -> Rule[JobParts]:
     return Rule(
         lambda parts: _is_asynchronous(parts) and bool(getattr(parts.job.faults, key)),
-        f"faults.{key} = {{job.faults.{key}:g}}: an asynchronous run supports faults.lost only",
-        "leave it out",
+        f"faults.{key} = {{job.faults.{key}:g}}: an asynchronous run supports only slow nodes and "
+        "faults.lost",
+        f"remove faults.{key}",
     )
 
 
@@ -726,7 +733,7 @@ ASYNCHRONY: Table[JobParts] = (
         Rule(
             lambda parts: not _is_asynchronous(parts) and parts.job.faults.slow_times > 1,
             "faults.slow_times = {job.faults.slow_times:g}: only asynchronous runs have slow nodes",
-            'set node.mixer = "asynchronous", or leave it out',
+            'set node.mixer = "asynchronous", or remove faults.slow_times',
         ),
     ),
     *((_unsupported_fault(key),) for key in ("lost_rounds", "away", "away_rounds", "ticks")),
@@ -796,7 +803,7 @@ COMPATIBILITY: Table[JobParts] = (
 # -- settings that need no parts --------------------------------------------------------------
 
 
-def _cuts_matrices(launch: Launch) -> Found:
+def _cuts_matrices(launch: Launch) -> Verdict:
     """Return the number of slots if a local step needs whole parameters, but slots have shards."""
     job = launch.job
     name = job.local.name
@@ -812,7 +819,7 @@ def _unused_by_partition(key: str, partition: str) -> Rule[Launch]:
             getattr(launch.job.data, key) != default and launch.job.data.partition != partition
         ),
         f'data.{key} = {{job.data.{key}:g}}: only the partition "{partition}" uses it',
-        f'set data.partition = "{partition}", or leave it out',
+        f'set data.partition = "{partition}", or remove data.{key}',
     )
 
 
@@ -843,7 +850,7 @@ SETTINGS: Table[Launch] = (
             ),
             'node.cuda_graphs = "always": the slots of node.devices = "{job.node.devices}" are on '
             "the CPU",
-            'leave it at "auto"',
+            'use node.cuda_graphs = "auto"',
         ),
     ),
     (
@@ -851,7 +858,7 @@ SETTINGS: Table[Launch] = (
             lambda launch: launch.job.node.vmap and launch.job.node.precision == "fp16",
             'node.precision = "fp16": node.vmap does not support a separate loss scale for each '
             "node",
-            'use "bf16", or leave node.vmap out',
+            'use node.precision = "bf16", or remove node.vmap',
         ),
     ),
 )
@@ -861,7 +868,7 @@ def _runs_on_ranks(launch: Launch) -> bool:
     return launch.world is not None and launch.world.comm is not None
 
 
-def _has_several_ranks(launch: Launch) -> Found:
+def _has_several_ranks(launch: Launch) -> Verdict:
     """Return the value of `node.ranks_per_node` if nodes can have several ranks."""
     setting = launch.job.node.ranks_per_node
     return _runs_on_ranks(launch) and setting != 1 and {"ranks": show(setting)}
@@ -901,7 +908,7 @@ LAUNCH: Table[Launch] = (
             lambda launch: not launch.job.node.shard and _has_several_ranks(launch),
             "node.shard = false: with node.ranks_per_node = {ranks} each rank updates and "
             "exchanges its shard",
-            "leave it out, or use node.ranks_per_node = 1",
+            "remove node.shard, or use node.ranks_per_node = 1",
         ),
     ),
 )
@@ -924,7 +931,7 @@ def _too_short(key: str) -> Rule[Launch]:
     The smallest possible duration arises if each round is drawn independently.
     """
 
-    def is_broken(launch: Launch) -> Found:
+    def is_broken(launch: Launch) -> Verdict:
         minimum = least_rounds(getattr(launch.job.faults, key))
         rounds = getattr(launch.job.faults, f"{key}_rounds")
         return bool(rounds) and rounds < minimum and {"minimum": minimum}
@@ -943,7 +950,7 @@ FAULTS: Table[Launch] = ((_too_short("lost"),), (_too_short("away"),))
 # -- custom loops -----------------------------------------------------------------------------
 
 
-def _has_periods(loop: CustomLoop) -> Found:
+def _has_periods(loop: CustomLoop) -> Verdict:
     periods = loop.parts.cadence.periods
     return bool(periods) and {"periods": list(periods)}
 
@@ -1030,11 +1037,11 @@ def _can_train(name: str) -> bool:
     return averages_model and algorithm.needs <= {"row-stochastic", "never-global"}
 
 
-def _cannot_train(member: Membership) -> Found:
+def _cannot_train(member: Membership) -> Verdict:
     return member.parts is None and {"fitting": ", ".join(filter(_can_train, BUILDERS))}
 
 
-def _averages_otherwise(member: Membership) -> Found:
+def _averages_otherwise(member: Membership) -> Verdict:
     if member.parts is None:
         return False
     cadence = member.parts.cadence
@@ -1079,7 +1086,7 @@ MEMBERS: Table[Membership] = (
         Rule(
             lambda member: member.parts is not None and _blends(member.parts),
             "{setting}: members replace the model by its average with another one",
-            "leave it out",
+            "remove {setting}",
         ),
     ),
     (
@@ -1127,13 +1134,13 @@ VECTORIZATION: Table[VectorizedModel] = (
             _recomputes,
             "node.vmap = true: model.recompute = true uses hooks, which can't be vectorized over "
             "nodes",
-            "leave one of the two out",
+            "remove one of the two settings",
         ),
         Rule(
             _changes_buffers,
             'node.vmap = true: model "{job.model.name}" changes its buffers in training (norm '
             "statistics, averages), which can't be vectorized over nodes",
-            "leave node.vmap out",
+            "remove node.vmap",
         ),
     ),
 )

@@ -83,8 +83,7 @@ def check_alike(job: Job, world: World) -> None:
         raise JobError(
             f'node.devices = "{job.node.devices}": rank {largest} on {world.hosts[largest]} has '
             f"{max(counts)} slots, rank {smallest} on {world.hosts[smallest]} has {min(counts)}; "
-            f"all "
-            "ranks need the same number: name the devices, or let the scheduler give each rank "
+            "all ranks need the same number: name the devices, or let the scheduler give each rank "
             "the same number of GPUs"
         )
     # Slots on GPUs use NCCL for sums, and slots on CPUs use shared memory, so all must be alike.

@@ -1,8 +1,8 @@
 """`diloco` is the method that people know: the loop of torchft and exogym, written from formulas.
 
-Every node has a copy of the model and a torch.optim.AdamW. At each H-th step the outer gradient,
-the last meeting's parameters less the mean of the nodes', goes to torch.optim.SGD with Nesterov's
-momentum, and every node goes on from what that gives; AdamW keeps its state.
+Every node has a copy of the model and a torch.optim.AdamW. After each H-th step, torch.optim.SGD
+with Nesterov's momentum makes an outer step. Its gradient is the model after the last outer step
+minus the mean of the nodes' models. Every node continues from its result; AdamW keeps its state.
 """
 
 import copy
@@ -48,7 +48,7 @@ def job(text, period, lr, beta):
 
 
 class Reference:
-    """DiLoCo in one process with torch's two optimizers; knows nothing of the package's step."""
+    """DiLoCo in one process by two optimizers of torch, without code of this package."""
 
     def __init__(self, model, n, period, lr, beta):
         self.outer = copy.deepcopy(model)

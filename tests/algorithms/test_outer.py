@@ -197,7 +197,7 @@ SETTINGS = [
 
 @on_each("outer", OUTERS)
 def test_a_step_of_each_optimizer_is_torchs(outer):
-    """Also if its state is taken apart after each step, and kept as arrays."""
+    """This also holds if its state is converted to arrays after each step, and restored."""
     name, _, options = outer.partition('"')
     setting = {"name": name} | tomllib.loads(f"a = {{{options[1:]}}}")["a"]
     ours = OuterOptimizer(setting)

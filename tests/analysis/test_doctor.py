@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mpigossip.analysis import doctor
-from mpigossip.analysis.doctor import Machine
+from mpigossip.analysis.doctor import RankReport
 from mpigossip.analysis.findings import Finding, as_json, merged, verdict
 from mpigossip.config import JobError
 from mpigossip.config.readable import wrapped
@@ -178,7 +178,7 @@ def test_a_wrong_graph_is_explained(pooled, words, says):
 
 
 def machine(host="a", allowed=8, cores=64, need=11):
-    return Machine(host, tuple(range(allowed)), cores, need)
+    return RankReport(host, tuple(range(allowed)), cores, need)
 
 
 def test_a_rank_pinned_to_few_cores_is_wrong():

@@ -175,8 +175,8 @@ def test_pbs_and_flux_request_the_same():
 def test_every_site_can_start_several_ranks_per_node(name):
     one = made(name)
     several = made(name, ranks=4)
-    assert "One rank per node" in one and "RANKS=" not in one
-    assert "4 ranks per node; each sees all GPUs of the node and uses its own." in several
+    assert "One rank per host" in one and "RANKS=" not in one
+    assert "4 ranks per host; each sees all GPUs of the host and uses its own." in several
     assert "RANKS=4 TASKS=16 CORES=" in several
     habit = batch.read_site(name).examples_use
     for text, own in ((one, "node"), (several, "gpu")):

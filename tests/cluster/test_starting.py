@@ -20,7 +20,7 @@ RANK = """
 import os, signal, sys, time
 from pathlib import Path
 from mpigossip.cluster import launcher, process
-from mpigossip.cluster.starting import Start
+from mpigossip.cluster.starting import RankStart
 rank = launcher.launcher_ranks(os.environ)[0][0]
 def kill(process):
     Path(sys.argv[1], "victim").write_text(str(process))  # its output may be lost with it
@@ -42,14 +42,14 @@ import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
 from mpigossip.cluster.ranks import world
-init = Start.init
+init = RankStart.init
 def dies(self):
     if rank == 1 and sys.argv[2] == "init" and os.fork() == 0:
         time.sleep(0.02)
         kill(os.getppid())
         os._exit(0)
     return init(self)
-Start.init = dies
+RankStart.init = dies
 with world(float(sys.argv[3])) as ranks:
     time.sleep(0.5)
     die("after")
@@ -140,7 +140,7 @@ def test_a_start_lists_the_files_of_its_own_host_only(tmp_path, monkeypatch):
     for rank in (1, 2):
         (tmp_path / f"host{rank}").mkdir()
         (tmp_path / f"host{rank}" / f"{rank}.77").touch()
-    start = starting.Start(tmp_path, 0, 3, 60)
+    start = starting.RankStart(tmp_path, 0, 3, 60)
     launch.until(lambda: len(listed) > 3, 20, "the files are listed repeatedly")
     assert start._describe_missing() == "" and len(start._started_ranks()) == 3
     start.over()

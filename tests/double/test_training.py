@@ -115,7 +115,7 @@ def differing_rounds(comm, slots):
 
 
 @pytest.mark.every
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("slots", [1, 2, 8])
 @pytest.mark.parametrize("n", [2, 3, 4, 6])
 def test_every_way_and_wire_equals_the_simulator(ranks, n, slots):

@@ -1,4 +1,4 @@
-"""The mixer of a node whose ranks each hold the whole vector: its memory and its result."""
+"""Mixer of a node whose ranks all hold the whole model: its memory and its result."""
 
 import pytest
 import torch

@@ -21,28 +21,28 @@ from tests.cases import on_each
 
 
 @on_each("name", ["one-peer-exponential", "ring", "exponential", "base-2", "grid"])
-def test_places_take_messages_off_the_edges_between_racks(name):
+def test_renumbering_reduces_messages_between_racks(name):
     racks = [f"rack{k}" for k in "01101001"]
     made = graph(name, 8)
     placed = renumber_for_racks(made, racks)
     assert cross_rack_fraction(placed, racks) < cross_rack_fraction(made, racks)
     assert placed.facts == made.facts and placed.degree == made.degree
-    # the same graph under other numbers
+    # The graph is the same, but its nodes have other numbers.
     assert sorted(usage(placed).sum(1)) == sorted(usage(made).sum(1))
     t = (made.period or 1) - 1
     values = np.sort_complex(np.linalg.eigvals(placed.matrix(t)))
     assert np.allclose(values, np.sort_complex(np.linalg.eigvals(made.matrix(t))), atol=1e-7)
 
 
-def test_swaps_find_what_an_order_of_racks_does_not():
-    # a ring whose numbers jump about: neighbours are far apart in number
+def test_swaps_improve_an_assignment_by_rack():
+    # In this ring, neighbours have numbers that differ by much.
     jumping = renumbered(graph("ring", 12), [5 * i % 12 for i in range(12)])
     racks = ["a"] * 6 + ["b"] * 6
     assert cross_rack_fraction(jumping, racks) > 0.5
     assert cross_rack_fraction(renumber_for_racks(jumping, racks), racks) == pytest.approx(4 / 24)
 
 
-def test_what_has_no_better_place_stays_as_it_is():
+def test_a_graph_that_renumbering_cannot_improve_is_unchanged():
     drawn = graph("random-matching", 8)
     assert renumber_for_racks(drawn, [i % 2 for i in range(8)]) is drawn
     one = graph("ring", 6)
@@ -113,7 +113,7 @@ def test_a_job_places_its_ranks(tmp_path, monkeypatch):
             assemble.place_on_racks(job, made, world), racks
         ) < cross_rack_fraction(made, racks)
     assert assemble.place_on_racks(assemble.load({}), made, world) is made
-    # other ranks get the places of rank 0, and need none of its memory
+    # Other ranks receive the assignment from rank 0, and do not allocate its memory.
     expected = assemble.place_on_racks(job, made, world)
     assert set(depths) == {1}  # the others wait without a limit meanwhile
     world.rank = 3

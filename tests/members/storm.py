@@ -25,7 +25,7 @@ from tests.members.faults import Faults, here, injected
 
 
 class Killed(BaseException):
-    """The member's process is killed."""
+    """Exception that stands for the kill of a member's process."""
 
 
 @dataclass
@@ -82,9 +82,10 @@ def state(x: np.ndarray, index: int) -> NodeState:
 
 
 class Tiny:
-    """x ← x + sin(chunk + parameter), then the mean with a peer, in float32.
+    """Member with a model of four numbers: x ← x + sin(chunk + parameter), in float32.
 
-    ``part``: part of the parameters that this rank trains; None: all.
+    After each chunk, x is averaged with the model of a peer. The attribute ``part`` is the part of
+    the model that this rank trains; None: the whole model.
     """
 
     def __init__(self, sleep=lambda: None, part: Part | None = None):
@@ -250,7 +251,10 @@ def chunks_of(root: Path, plan: TrainingPlan) -> Counter:
 
 
 def replay(root: Path, plan: TrainingPlan, ranks: int = 1) -> int:
-    """Repeat all rounds and return their number; raise ReplayMismatch if one differs."""
+    """Repeat all rounds; return their number.
+
+    :raises ReplayMismatch: if the model of a round differs from its record
+    """
     reader = Place(RecordStore(root, shared=True), plan, report=lambda line: None)
     script = ReplayLog(reader, ranks)
     repeat(script, script.rounds, Tiny())
@@ -266,12 +270,14 @@ def storm(
     slow=0.05,
     rate=0.0,
     ranks=1,
+    mounts=(),
     **ills,
 ):
     """Run members that join, leave, are killed and return, until the training has ended.
 
     ``slow``: fraction of rounds that take longer than the lease. ``rate``: fraction of operations
-    that begin a fault, see `Faults`. ``ranks``: number of ranks of each member.
+    that begin a fault, see `Faults`. ``ranks``: number of ranks of each member. ``mounts``: other
+    paths of the same folder, which members use in turn; default: ``root``.
 
     Return how the members ended, and how often each operation failed.
     """
@@ -281,7 +287,7 @@ def storm(
     ends: Counter = Counter()
     done = threading.Event()
 
-    def work(seed: int) -> None:
+    def work(seed: int, root: Path) -> None:
         draw = random.Random(seed)
         while not done.is_set():
             kill = draw.randint(5, 400) if draw.random() < 0.8 else 1 << 60
@@ -302,7 +308,11 @@ def storm(
             if how == "end" or ends["failed"] > 500:  # no model is left that can be read
                 done.set()
 
-    threads = [threading.Thread(target=work, args=(chance.random(),)) for _ in range(members)]
+    roots = mounts or [root]
+    threads = [
+        threading.Thread(target=work, args=(chance.random(), roots[k % len(roots)]))
+        for k in range(members)
+    ]
     with injected() if rate else contextlib.nullcontext():
         for thread in threads:
             thread.start()

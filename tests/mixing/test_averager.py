@@ -61,7 +61,7 @@ def averages(world, name, dtype, kind, same_host, rounds=None):
     ),
 )
 def test_every_graph_has_its_closed_form(ranks, n, same_host):
-    """The result is W(t)…W(0) x, which is the exact mean if the product is 11ᵀ/n."""
+    """The result must be W(t)…W(0) x, which is the exact mean if the product is 11ᵀ/n."""
     exact = set()
     for index, (name, graph) in enumerate(graphs_over(n)):
         dtype = ("float64", "float32")[index % 3 == 2]
@@ -147,7 +147,7 @@ def test_start_and_finish_with_any_memory_order(ranks):
 
 @with_world
 def mistaken(world):
-    """Return the message of each mistake."""
+    """Make wrong calls; return the error message of each."""
     x = np.zeros(4)
     messages, catch = catching(JobError)
     make = mpigossip.Averager

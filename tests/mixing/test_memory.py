@@ -60,7 +60,7 @@ def allocated(mixer):
 
 @with_world
 def opened(world, asked, survives, name, wire_name, averages, **options):
-    """Return whether mixer and class state the same bytes, these, and the bytes in use."""
+    """Open a mixer; return whether it and its class give equal bytes, these, and bytes in use."""
     network = graph(name, world.size)
     layout = layout_of(wire_name)
     world.survives = survives

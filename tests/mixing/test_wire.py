@@ -279,7 +279,7 @@ def test_bytes_are_counted_as_sent():
     assert bytes_per_exchange(ring, ExchangeKind.GLOBAL, 0, 0, 400) == 700
     # encoded messages to all others
     assert bytes_per_exchange(ring, ExchangeKind.GLOBAL, 0, 0, 50, 400) == 350
-    # a sum of decoded values costs less
+    # Sending the sum of decoded values takes fewer bytes here.
     assert bytes_per_exchange(ring, ExchangeKind.GLOBAL, 0, 0, 200, 400) == 700
     layout = MessageLayout((1024,), wire=made("qsgd"))
     mixer = Simulated(ring, layout)

@@ -1,4 +1,4 @@
-"""Program that is a member of several ranks, in DDP or sharded by FSDP2, or of one process.
+"""Program that is a member: of several ranks, with DDP or FSDP2, or of one process.
 
 python -m tests.optim.in_member FOLDER ddp|fsdp|plain [replay]
 """
@@ -27,7 +27,7 @@ def wrapped(model, kind, world):
 
 def train(folder, kind, world, replay):
     torch.manual_seed(0)
-    # 2 ranks do not divide the 7 rows
+    # The 7 rows of a matrix can't be divided equally among 2 ranks.
     model = wrapped(nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 1)), kind, world)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     more = {} if world is None else {"world": world}
@@ -46,7 +46,7 @@ def train(folder, kind, world, replay):
             time.sleep(0 if replay else 0.2)
     full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     total = torch.cat([p.detach().ravel() for p in full]).double().sum().item()
-    # a single write, because ranks share the output
+    # Write the line by one call, because several ranks write to the same output.
     sys.stdout.write(f"rank {rank}: finished {member.finished}, sum {total!r}\n")
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""The quickstart's job as a job file and as a custom loop around SGD."""
+"""Training of the quickstart as a job and as a custom loop around SGD: both have one digest."""
 
 import hashlib
 from pathlib import Path
@@ -39,8 +39,11 @@ def job(name, steps, more):
 
 
 @with_world
-def own_loop(world, name, steps, more, folder):
-    """Train with the same data, model and rates, but without the code of a job's step."""
+def run_custom_loop(world, name, steps, more, folder):
+    """Train in a custom loop with the data, model and learning rates of the job.
+
+    :return: parameters (P,) of this rank, and the bytes that it has sent
+    """
     made = assemble.assemble(job(name, steps, more), world, world.size)
     loader = made.loader
     trainer = made.trainer
@@ -84,7 +87,7 @@ def simulated(name, steps, more):
     [("dmsgd", ""), ("dsgd", ""), ("dsgd", "late"), ("dsgd", "blended"), ("dsgd", "averaged")],
 )
 def test_a_plain_loop_and_a_job_have_one_digest(ranks, tmp_path, name, more):
-    got = ranks(4)(own_loop, name, 40, more, tmp_path / "run")
+    got = ranks(4)(run_custom_loop, name, 40, more, tmp_path / "run")
     packed, sent = simulated(name, 40, more)
     loop_digest, job_digest = (
         hashlib.sha256(b"".join(one.tobytes() for one in each)).hexdigest()

@@ -84,11 +84,21 @@ def check_inputs(log, without=None):
     assert all(version in log.rounds and version.place != without for version in log.end)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_chunks_of_a_place_that_is_left_out_are_trained_by_others(run, place):
+def places_of(folder, cut):
+    """Return the places with rounds after the cut, in ascending order.
+
+    On a busy machine a member may lose its place and join again, so that numbers are missing.
+    """
+    return sorted({version.place for version in log_of(folder, cut=cut).later})
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_chunks_of_a_place_that_is_left_out_are_trained_by_others(run, index):
+    places = places_of(run[0], cut=2)
+    place = places[index]
     log = log_of(run[0], cut=2, without=place)
     assert steps_of(log) == list(range(33 * 4))
-    assert {version.place for version in log.later} == {0, 1, 2} - {place}
+    assert {version.place for version in log.later} == set(places) - {place}
     check_inputs(log, place)
     assert sum(bool(log.round(version).peer) for version in log.later) > len(log.later) / 3
 
@@ -108,11 +118,13 @@ def test_another_graph_chooses_other_peers(run):
         ["schedule.lr=0.001"],
         ["cadence.period=2"],
         ["graph.name=random-matching"],
-        ["--without", "1"],
+        ["--without", "PLACE"],
     ],
 )
 def test_forks_end_and_can_be_repeated(run, tmp_path, capsys, changes):
     folder, digest = run
+    place = str(places_of(folder, cut=0)[1])
+    changes = [place if argument == "PLACE" else argument for argument in changes]
     texts = []
     for name in ("a", "b"):
         command = ["replay", str(folder), "--fork", "0", *changes, "--to", str(tmp_path / name)]

@@ -1,4 +1,4 @@
-"""Members of several ranks: rank 0 speaks to the folder, each rank writes its part of the model."""
+"""Members of several ranks: rank 0 reads records and decides; each rank writes its part."""
 
 import os
 import signal
@@ -126,7 +126,7 @@ def has_round(folder, place, number):
 
 
 def test_members_of_2_and_4_ranks_and_of_one_process_train_together(tmp_path):
-    """A rank is killed, its member ends; others join with 4 ranks and in one process."""
+    """One rank is killed, which ends its member; members of 4 ranks and of one process join."""
     folder = tmp_path / "run"
     first = Launch(2, member(folder, *SETTINGS))
     until(has_round(folder, 0, 2), 90, "the first member")

@@ -199,7 +199,7 @@ def test_a_node_ends_its_loop_alone_if_others_have_left_theirs(monkeypatch):
     survival.step(fails)
     assert survival.stage is survive.Stage.ALONE and world.isolated
     assert survival._node.world is not world
-    survival.step(fails)  # another failure: the survivors meet once more
+    survival.step(fails)  # after another failure, the survivors agree on a step again
     assert survival.stage is survive.Stage.ALONE and world.isolated
     survival.leave()
     assert survival.stage is survive.Stage.LEAVING and not world.isolated
@@ -355,7 +355,7 @@ def test_a_kill_loses_at_most_the_open_exchange_of_a_fragment(tolerant, tmp_path
 @pytest.mark.every  # by default, a run and a loop are killed at random steps
 def test_a_kill_while_a_checkpoint_is_written_costs_nothing(mpirun):
     if launch.is_open_mpi():
-        pytest.skip("the same with either MPI, and MPICH's lane has run it")
+        pytest.skip("the result does not depend on the MPI, and MPICH has been tested")
     command = [sys.executable, TOOLS / "labs" / "kill.py", "checkpoints", "--count", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and "1 kills, 0 wrong" in done.stdout, done.stdout + done.stderr

@@ -50,7 +50,10 @@ def tool(monkeypatch):
 
 
 def replaced(tool, monkeypatch, **ways):
-    """The table of checks: one by name, each of which returns or raises what is given."""
+    """Replace the table of checks: each check returns or raises the given value.
+
+    :param ways: value or exception of each check, by its name
+    """
 
     def measured(check, place, seconds):
         result = ways[check.title]
@@ -80,7 +83,7 @@ def test_each_row_stands_beside_its_limit_and_what_did_not_run_says_why(tool, mo
     assert "not run: needs 2 GPUs or more" in text
     late = []
     tool.all_rows(tool.Place("cpu", True), late, time.monotonic() + 5, checks)
-    assert all("time was over" in row.measured for row in late)
+    assert all("time limit" in row.measured for row in late)
 
 
 LEAVES = """

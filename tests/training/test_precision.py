@@ -1,4 +1,4 @@
-"""bfloat16 and float16 arithmetic, loss scales of nodes, and the administration of CUDA graphs."""
+"""bfloat16 and float16 arithmetic, loss scales of nodes, and capture of CUDA graphs."""
 
 import contextlib
 import warnings
@@ -42,9 +42,7 @@ def test_16_bit_arithmetic_trains_as_float32_does(name):
     assert sum(rounded[-10:]) == pytest.approx(sum(plain[-10:]), rel=0.1)
 
 
-def test_tf32_is_switched_off_without_torchs_warning():
-    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        pytest.skip(f"torch {torch.__version__} has the older setting only, without a warning")
+def test_tf32_is_disabled_without_a_warning_of_torch():
     backends = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
     before = [backend.fp32_precision for backend in backends]
     try:
@@ -301,7 +299,7 @@ class FakeGraphs:
 
 
 class Lost:
-    """Loss on a GPU that has failed."""
+    """Stand-in for a loss on a GPU that has failed."""
 
     device = "cuda:1"
 

@@ -33,7 +33,7 @@ WAIT_S = 120.0
 def meet(ranks: World) -> None:
     """Wait for all ranks. This rank sleeps, because a busy wait would take another rank's core."""
     request = ranks.comm.Ibarrier()
-    Deadline(WAIT_S).wait(request.Test, lambda: "not all ranks came")
+    Deadline(WAIT_S).wait(request.Test, lambda: "not all ranks have reached the barrier")
 
 
 def timed(ranks: World, work: Callable[[], Any]) -> float:

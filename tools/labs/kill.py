@@ -52,9 +52,9 @@ from mpigossip.store import StoreError, checkpoint  # noqa: E402
 from mpigossip.store.log import read  # noqa: E402
 from tests import launch, survivors  # noqa: E402
 
-LIMIT_S = 60.0  # A run without new output for so many seconds counts as a hang.
+LIMIT_S = 60.0  # Seconds without new output after which a run counts as hanging.
 START_S = 180.0  # Seconds within which a run has to reach its first step, even on few cores.
-STARTS_S = 8.0  # Setting node.timeout_s of runs in which a rank is killed at the start.
+STARTS_S = 8.0  # Value of node.timeout_s, in seconds, of runs in which a rank dies at the start.
 BEGUN_S = 4.0  # Seconds after the launch within which these ranks are killed.
 TINY = [
     *("model.name=mlp", "model.hidden=[256]", "data.batch=8", "data.workers=0", "run.epochs=1000"),
@@ -72,7 +72,7 @@ DIGITS = [
 
 @dataclass
 class Series:
-    """Series of runs in which ranks are killed: number of kills, problems, facts for the table."""
+    """Runs of one kind in which ranks are killed: kills, problems, and facts for the table."""
 
     title: str
     kills: int = 0
@@ -224,7 +224,7 @@ def starts(options, top: Path, draw: random.Random) -> Iterator[Series]:
                 if not ours:
                     print(f"rank {chosen} is not named, {phase}: {err[-500:]}", flush=True)
         series.facts |= phases
-        series.facts["with the rank's number in our own words"] = named
+        series.facts["ended by an error of mpigossip that names the rank"] = named
         series.seconds("from kill to end", waits)
         yield series
 
@@ -324,7 +324,7 @@ def interrupted(
 
 
 def compilers(rank: int) -> bool:
-    """Return whether a compiler runs below the process of a rank."""
+    """Return whether a compiler runs as a descendant of the process of a rank."""
     parents: dict[int, int] = {}
     names: dict[int, str] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -444,7 +444,7 @@ def losses(options, top: Path, draw: random.Random) -> Iterator[Series]:
         series.facts["accuracy of the whole run"] = f"{whole['accuracy']:.4f}"
         mean = statistics.mean(points or [0])
         worst = min(points, default=0)
-        series.facts["points apart, mean and worst"] = f"{mean:+.2f} {worst:+.2f}"
+        series.facts["change of accuracy in points, mean and worst"] = f"{mean:+.2f} {worst:+.2f}"
         series.seconds("from kill to going on", waits)
         series.seconds("lost as logged", spent)
         yield series

@@ -48,7 +48,10 @@ class Poisoned(Classification):
 
 
 def poisoned(*, place: int = 0) -> Poisoned:
-    """Return the task; ``place`` is the setting `task.place`."""
+    """Return the task of the job.
+
+    :param place: number of the place whose labels are shuffled, the setting `task.place`
+    """
     return Poisoned(place)
 
 

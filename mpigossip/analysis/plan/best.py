@@ -7,7 +7,15 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from mpigossip.analysis.plan import ALL_REDUCE, GOSSIP, NEAR, Choice, Row, always_global, predict
+from mpigossip.analysis.plan import (
+    ALL_REDUCE,
+    GOSSIP,
+    NEAR,
+    Choice,
+    Prediction,
+    always_global,
+    predict,
+)
 from mpigossip.analysis.plan.quality import Accept, Evidence, nearest
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import aligned
@@ -35,7 +43,7 @@ class Proposal:
     level: int
     graph: str
     settings: tuple[str, ...]
-    row: Row | None = None
+    row: Prediction | None = None
     evidence: Evidence | None = None
     """The nearest measurement of what the method costs; None: not measured."""
 
@@ -183,7 +191,13 @@ def text(
 def _conclusion(
     proposals: Sequence[Proposal], chosen: Proposal | None, accept: Accept, notes: Sequence[str]
 ) -> str:
-    """Return the sentence that says what to do, and why."""
+    """Return the last sentence of the text: which proposal to use, and the reason.
+
+    :param proposals: all proposals
+    :param chosen: result of :func:`best`
+    :param accept: largest acceptable cost in quality
+    :param notes: footnotes of the table, which the sentence refers to by number
+    """
     limit = f"{accept.loss:.3g} % of the loss or {accept.points:.3g} points of accuracy (--accept)"
     if chosen is None:
         return f"No proposal has a measured cost of at most {limit}."
@@ -200,7 +214,7 @@ def _conclusion(
 def as_json(
     proposals: Sequence[Proposal], left_out: dict[str, str], accept: Accept
 ) -> dict[str, Any]:
-    """Return the proposals as plain values."""
+    """Return the proposals, with their predictions and measured costs, as a dict for JSON."""
     chosen = best(proposals, accept)
     rows = [
         {

@@ -10,7 +10,7 @@ from mpigossip.analysis.plan import (
     ALL_REDUCE,
     GOSSIP,
     Choice,
-    Row,
+    Prediction,
     always_global,
     choices,
 )
@@ -40,7 +40,7 @@ UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
 def text(
     what: Subject,
     machine: Machine,
-    rows: Sequence[Row],
+    rows: Sequence[Prediction],
     nodes: Sequence[int],
     epochs: float,
     note: str = "",
@@ -145,7 +145,7 @@ def _label(choice: Choice, own: Choice) -> str:
     return choice.graph
 
 
-def _details(row: Row) -> list[str]:
+def _details(row: Prediction) -> list[str]:
     hidden = f"{row.hidden_s / row.exchange_s:.0%}" if row.exchange_s else "-"
     megabytes = _short(row.bytes_per_step / 1e6)
     times = [_time(row.epoch_s), _time(row.total_s)] if row.steps_per_epoch else ["-", "-"]
@@ -171,7 +171,7 @@ def _time(value: float) -> str:
 
 
 def picture(
-    what: Subject, rows: Sequence[Row], nodes: Sequence[int], epochs: float, out: Path
+    what: Subject, rows: Sequence[Prediction], nodes: Sequence[int], epochs: float, out: Path
 ) -> None:
     """Plot the time of a step and of the whole training against the number of nodes, as a PNG.
 

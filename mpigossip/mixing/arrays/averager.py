@@ -1,4 +1,4 @@
-"""Gossip averaging of arrays: each node's becomes a weighted average of its neighbours' arrays."""
+"""Gossip averages of arrays that a program owns: neighbours average their arrays in each round."""
 
 import atexit
 from functools import partial
@@ -140,8 +140,9 @@ class Averager:
         :param out: array to write the average into, which may be ``x``; None: a new one
         :param weights: for this call, weight w_j of this rank and of the in-neighbours of this
             round, by rank; a rank that is missing has the weight 0. None: row i of W(t)
-        :raises JobError: as :meth:`start` and :meth:`finish`; if ``weights`` has another rank; if
-            arrays hold integers and weights are missing or no whole numbers
+        :raises JobError: if :meth:`start` or :meth:`finish` would raise it; if ``weights`` contains
+            a rank that is neither this rank nor an in-neighbour; if the arrays hold integers, and
+            ``weights`` is None or contains a number that is not whole
         :raises WaitTimeoutError: if a neighbour does not send within ``world.timeout_s`` seconds
         """
         if weights is None:
@@ -184,8 +185,8 @@ class Averager:
         self._check_open("sum", x, out)
         if not self._form.is_integer:
             raise JobError(
-                f"sum: adds integers, and the arrays are {self._form.dtype}; multiply mean(x) by "
-                "the number of nodes"
+                f"sum: adds integers, but the arrays of this Averager hold {self._form.dtype}; "
+                "multiply mean(x) by the number of nodes"
             )
         total = self._form.flatten(x)
         if self._world.comm is not None:

@@ -22,7 +22,7 @@ TYPES: dict[Any, torch.dtype] = {
 }
 """Dtypes of NumPy and torch that can be exchanged, with the torch dtype of the same format."""
 Weights = Mapping[int, float]
-"""Weight of each rank by its number."""
+"""Weights of arrays in a sum, by the rank that has sent the array."""
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -85,7 +85,10 @@ class ArrayForm:
             if self.is_tensor
             else not out.flags.writeable
         ):
-            raise JobError(f"{call}: out is read-only or expanded; give a copy of it")
+            raise JobError(
+                f"{call}: out is read-only or expanded (its elements share memory), so that it "
+                "can't be written; give a copy of it"
+            )
 
     def flatten(self, array: Any) -> torch.Tensor:
         """Return the values as a new contiguous tensor (p,) in host memory."""

@@ -4,19 +4,19 @@ Each rank has a *buffer* for each in-neighbour. `put` and `accumulate` send a va
 at the out-neighbours, `get` fetches what an in-neighbour has published, and `update` computes a
 weighted sum over the buffers. No rank waits until another makes a call.
 
-Each pair (sender i, receiver j) has two places in the window of j, and one atomic word: 0 if there
-is no unread message, or 1 + k if place k holds one.
+Each pair (sender i, receiver j) has two memory areas in the window of j, with the numbers k = 0 and
+1, and one atomic word: 0 if there is no unread message, or 1 + k if area k holds one.
 
-* The receiver swaps 0 into the word. If it gets 1 + k, it owns place k until its next swap, and
+* The receiver swaps 0 into the word. If it gets 1 + k, it owns area k until its next swap, and
   applies the message to its buffer.
 * The sender swaps 0 into the word, too. If it gets 1 + k, it has withdrawn its last message before
-  it was read: it merges the new value into it, and writes to place k again. If it gets 0, the
-  receiver has taken place k and may still be reading it, so the sender writes to the other place:
-  the receiver finished reading that place before it took place k. Then the sender sets the word.
+  it was read: it merges the new value into it, and writes to area k again. If it gets 0, the
+  receiver has taken area k and may still be reading it, so the sender writes to the other area:
+  the receiver finished reading that area before it took area k. Then the sender sets the word.
 
 A swap gives a message either to the receiver or back to the sender. Each value is therefore
 applied exactly once and as a whole, with its push-sum weight, and neither side waits for the other.
-Since only one sender writes to a place, messages need no atomic operations on elements, and all
+Since only one sender writes to an area, messages need no atomic operations on elements, and all
 dtypes can be accumulated. Published values are read as in the asynchronous mixer
 (`asynchronous`): a reader compares two counters to make sure that the owner did not write while it
 was reading.
@@ -60,14 +60,14 @@ from mpigossip.mixing.window_access import HINTS, WindowAccess
 BEGUN = 0
 DONE = 1
 STATES = 2
-"""Indices of the int64 words at the beginning of a rank's window: the counter that is incremented
-before the published value is written, the counter that is set after it, and the word of each
-in-neighbour."""
+"""Indices of the int64 words at the beginning of a rank's window: BEGUN, the counter that is
+incremented before the published value is written; DONE, the counter that is set after it; and
+STATES, the word of the first in-neighbour, which the words of the others follow."""
 EMPTY = 0
 """Word of a pair without an unread message."""
 PUT = 0
 ACCUMULATE = 1
-"""Kinds of a message: it replaces the receiver's buffer, or is added to it."""
+"""Kinds of a message: its value replaces the receiver's buffer (PUT), or is added to it."""
 
 
 class Message:
@@ -109,22 +109,29 @@ class Message:
 
 
 class Outgoing:
-    """Sender's side of a pair: the message that was sent last, and its place at the receiver."""
+    """Sender's state of a pair: the message that was sent last, and its area at the receiver."""
 
-    def __init__(self, form: ArrayForm, word: int, places: tuple[int, int]):
+    def __init__(self, form: ArrayForm, word: int, areas: tuple[int, int]):
         """Prepare the first message.
 
         :param form: form of the values
         :param word: offset of the pair's word in the receiver's window, in bytes
-        :param places: offsets of the pair's places, in bytes
+        :param areas: offsets of the pair's areas, in bytes
         """
         self.word = word
-        self.places = places
+        self.areas = areas
         self.index = 1
         self.message = Message(form)
 
     def merge(self, withdrawn: bool, kind: int, value: torch.Tensor, weight: float) -> None:
-        """Make the next message, from the last one if that was withdrawn, and choose its place."""
+        """Make the next message and choose its area.
+
+        :param withdrawn: whether the last message was taken back before it was read; its value is
+            then replaced or increased, and its area is used again
+        :param kind: PUT or ACCUMULATE
+        :param value: value to send, (p,)
+        :param weight: push-sum weight of the value
+        """
         if not withdrawn:
             self.index = 1 - self.index
         if not withdrawn or kind == PUT:
@@ -146,11 +153,12 @@ class Window(WindowAccess):
             window.get()          # from each in-neighbour: b_j ← x_j, which it published last
             x = window.update(x)  # x ← W[i, i] x + Σ_j W[i, j] b_j, which this also publishes
 
-    *Atomic* are whole calls: an `update` sees a `put` or an `accumulate` to this rank either
-    completely, with its push-sum weight, or not at all. No value is lost or applied twice, and the
-    values of one sender are applied in the order of its calls. A `get` returns a published value
-    completely. *Not atomic* are several calls, and the calls of one rank at several neighbours:
-    another rank may see the first of them and not yet the second.
+    *Atomicity*: a call is atomic for each pair of ranks. An `update` sees a `put` or an
+    `accumulate` to this rank either completely, with its push-sum weight, or not at all. No value
+    is lost or applied twice, and the values of one sender are applied in the order of its calls. A
+    `get` returns a published value completely. Two calls together are not atomic, and neither is
+    one call that sends to two neighbours: other ranks may see the effect of the first one before
+    the effect of the second one.
 
     *Visibility*: `put` and `accumulate` copy the array and return at once. The value has arrived at
     the neighbours when the next call of this window, or :meth:`flush`, returns; the first
@@ -190,7 +198,8 @@ class Window(WindowAccess):
             check_default_device("Window")
             if world.survives:
                 raise JobError(
-                    "Window: this world survives rank failures, but windows do not; use Averager"
+                    "Window: this world survives rank failures (survive=True), after which MPI "
+                    "windows can't be used; use Averager"
                 )
             form = self._form = ArrayForm(like, "Window")
             if form.device.type != "cpu":
@@ -220,8 +229,8 @@ class Window(WindowAccess):
         for j in self.out_neighbours:
             index = senders[j].index(self.rank)
             begin = self._published_at(len(senders[j])) + (1 + 2 * index) * Message.nbytes(form)
-            places = begin, begin + Message.nbytes(form)
-            self._outgoing[j] = Outgoing(form, 8 * (STATES + index), places)
+            areas = begin, begin + Message.nbytes(form)
+            self._outgoing[j] = Outgoing(form, 8 * (STATES + index), areas)
         self._sender_counts = [len(ranks) for ranks in senders]
         self._timeout_s = world.timeout_s
         self._comm: Any = world.duplicate()
@@ -255,8 +264,8 @@ class Window(WindowAccess):
         self._comm.timeout_s = world.timeout_s
         self._window = open_window(MPI.Win.Allocate, total, self._comm, HINTS)
         memory = torch.frombuffer(self._window.tomemory(), dtype=torch.uint8)[:total].zero_()
-        places = [Message(self._form, part) for part in memory[begin:].split(nbytes)]
-        self._published, self._places = places[0], places[1:]
+        areas = [Message(self._form, part) for part in memory[begin:].split(nbytes)]
+        self._published, self._areas = areas[0], areas[1:]
         self._version = 0
         separate = self._window.Get_attr(MPI.WIN_MODEL) != MPI.WIN_UNIFIED
         if world.agree(int(separate)):
@@ -270,7 +279,10 @@ class Window(WindowAccess):
         self._thread = ProgressThread(self._comm, timeout_s=world.timeout_s, poll=poll)
 
     def _barrier(self, what: str) -> None:
-        """Wait until all ranks have made this call; collective. ``what`` begins the message."""
+        """Wait until all ranks have made this call; collective.
+
+        :param what: description of the call, which begins the error message
+        """
         if self._comm is not None:
             Deadline(self._timeout_s).wait(
                 self._comm.Ibarrier().Test,
@@ -460,7 +472,7 @@ class Window(WindowAccess):
             return
         with deadline.announce_end(deadline.this_rank.steps, what="window"):
             self._thread.close()
-            self._places = []
+            self._areas = []
             del self._published
             close_window(self._window, self._comm)
             self._comm.Free()
@@ -503,7 +515,14 @@ class Window(WindowAccess):
             self._running = self._thread.submit(work)
 
     def _send(self, call: str, kind: int, x: Any, weights: Weights | None, t: int | None) -> None:
-        """Check the arguments of a call, and send its value in the progress thread."""
+        """Check the arguments of a call, and send its value in the progress thread.
+
+        :param call: name of the call, for messages
+        :param kind: PUT or ACCUMULATE
+        :param x: array to send
+        :param weights: factor of each rank that is sent to; None: 1 for all out-neighbours
+        :param t: round of the graph whose out-neighbours are meant; None: of any round
+        """
         self._ready(call, x)
         available = self._neighbours(call, t)[1]
         given = dict.fromkeys(available, 1.0) if weights is None else dict(weights)
@@ -519,25 +538,34 @@ class Window(WindowAccess):
         self._run(call, send_all)
 
     def _send_to(self, j: int, kind: int, value: torch.Tensor, weight: float) -> None:
-        """Withdraw the last message to rank ``j`` if it is unread, and send the next one."""
+        """Withdraw the last message to rank ``j`` if it is unread, and send the next one.
+
+        :param j: out-neighbour
+        :param kind: PUT or ACCUMULATE
+        :param value: value to send, (p,)
+        :param weight: push-sum weight of the value
+        """
         out = self._outgoing[j]
         withdrawn = self._swap_word(j, out.word, EMPTY) != EMPTY
         out.merge(withdrawn, kind, value, weight)
-        self._put(out.message.bytes, j, out.places[out.index])
+        self._put(out.message.bytes, j, out.areas[out.index])
         self._replace(j, out.word, 1 + out.index)
 
     def _collect(self) -> None:
-        """Take the unread messages of all in-neighbours, and apply them to the buffers."""
+        """Take the unread messages of all in-neighbours, and apply each to its buffer."""
         for index, buffer in enumerate(self._buffers.values()):
             state = self._swap_word(self.rank, 8 * (STATES + index), EMPTY)
             if state != EMPTY:
-                message = self._places[2 * index + state - 1]
+                message = self._areas[2 * index + state - 1]
                 kind, version = message.numbers
                 buffer.apply(int(kind), message.value, float(message.weight[0]))
                 buffer.numbers[1] = version
 
     def _publish(self, flat: torch.Tensor) -> None:
-        """Write the value that neighbours read, between two increments of its counters."""
+        """Write the value that neighbours read, between the increments of its two counters.
+
+        :param flat: values to publish, (p,)
+        """
         if self._comm is None:
             return
         self._version += 1

@@ -75,9 +75,15 @@ class Messages(Transport):
         areas: Sequence[torch.Tensor],
         rank: int,
     ) -> list[MPI.Request]:
-        """Send or receive a chunk of each slot by ``call``, in pieces of at most `CUT` bytes.
+        """Send or receive a chunk of each slot, in pieces of at most `CUT` bytes.
 
         The device of the slot is current during the call.
+
+        :param call: ``Isend`` or ``Irecv`` of the communicator
+        :param r: state of the round, which determines the tag
+        :param chunk: chunk of the message
+        :param areas: for each slot, the memory of its whole message
+        :param rank: the other rank
         """
         tag = FIRST_TAG + r.t % ROUNDS
         span = chunk.span

@@ -199,7 +199,13 @@ class Nccl(Transport):
 
 
 def _calls(group: Any, device: torch.device, sent: list, received: list) -> list[Any]:
-    """Begin the sends and receives of a slot; return work objects that show their completion."""
+    """Begin the sends and receives of a slot; return work objects that show their completion.
+
+    :param group: process group of the slot
+    :param device: device of the slot
+    :param sent: pairs (rank, array) to send
+    :param received: pairs (rank, array) to receive
+    """
     if device.type == "cpu":  # gloo has no groups of calls
         works = [group.recv([memory], j, 0) for j, memory in received]
         return works + [group.send([memory], j, 0) for j, memory in sent]

@@ -141,7 +141,14 @@ class Windows(Transport):
         return in_flight
 
     def _put(self, slot: int, memory: torch.Tensor, span: slice, rank: int, offset: int) -> None:
-        """Put from device to device, with the slot's device current; a flush completes it."""
+        """Put a part of a slot's message from device to device; a flush completes the transfer.
+
+        :param slot: index of the slot
+        :param memory: message of the slot, on its device, which is made current
+        :param span: range of bytes of the message
+        :param rank: rank whose window is written
+        :param offset: offset in that window of the first byte of the message
+        """
         with device_context(self._devices[slot]):
             for begin in range(span.start, span.stop, CUT):
                 piece = raw(memory[begin : min(begin + CUT, span.stop)])

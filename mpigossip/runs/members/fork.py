@@ -19,7 +19,12 @@ from mpigossip.members.live import digest
 from mpigossip.members.place import FOLDERS, Place, record_name
 from mpigossip.members.records import End, Record, RecordStore, Version
 from mpigossip.runs.launch import differing
-from mpigossip.runs.members.fork_schedule import Change, Schedule, recorded_turns, rescaled_turns
+from mpigossip.runs.members.fork_schedule import (
+    Change,
+    ForkSchedule,
+    recorded_turns,
+    rescaled_turns,
+)
 from mpigossip.runs.members.join import FORMAT, JOB, plan_of, write_checkpoint
 from mpigossip.runs.members.member import Member
 from mpigossip.runs.members.ranks import for_ranks
@@ -75,8 +80,9 @@ class ForkMember(Member):
 class ForkLog(ReplayLog):
     """Records of a training up to a cut, and the rounds of a fork after it, without models.
 
-    The age of a model counts the rounds that led to it, see `Round.age`. All rounds with an age up
-    to the cut belong to the past. Their inputs are older, so that they belong to it, too.
+    A round belongs to the past, which the fork does not change, if its age (`Round.age`) is at most
+    the cut. The models on which such a round depends are older, so that they belong to the past,
+    too.
     """
 
     def __init__(
@@ -143,13 +149,13 @@ class ForkLog(ReplayLog):
             )
             progress = [(max(steps) + 1) // periods.recorded for steps in self.chunks]
         try:
-            schedule = Schedule(
+            schedule = ForkSchedule(
                 rounds, self.starts, past, turns, unassigned, self.end, change, progress
             )
         except ValueError:
             raise JobError(
-                f"--without {change.without}: no other place has trained, so that nothing is left "
-                "to compare; choose another place"
+                f"--without {change.without}: no other place has trained, so that there is no "
+                "model without this place; omit --without"
             ) from None
         self.rounds = dict(schedule.rounds)
         self.starts = schedule.starts
@@ -158,7 +164,7 @@ class ForkLog(ReplayLog):
         """Rounds after the cut."""
 
     def _began(self, version: Version) -> int:
-        """Return the age at which a recorded round began."""
+        """Return the time at which a recorded round began: the age of the model it started from."""
         inputs = self.inputs(version)
         first = inputs if version.round == 1 else inputs[:1]
         return max((self.round(dependency).age for dependency in first), default=0)
@@ -236,7 +242,7 @@ class Setting:
         return log
 
     def final(self, states: Sequence[NodeState]) -> dict[str, float]:
-        """Return loss and metrics of the average of models on the test data."""
+        """Return loss and metrics of the average of models, evaluated on the test data."""
         self.member.begin(states)
         loader = self.member.assembly.loader
         return evaluate(self.member.trainer.replicas, self.member.trainer.mixer, loader).averaged
@@ -345,13 +351,20 @@ def blame(folder: Path, cut: int = 0, job: Job | None = None) -> str:
 
 
 def blamed(setting: Setting, disk: RecordStore, cut: int) -> tuple[float, dict[int, float]]:
-    """Return the final loss of a training, and for each place the final loss without it."""
+    """Return the final loss of a training, and for each place the final loss if it is left out.
+
+    :param setting: jobs of the training, without a change
+    :param disk: folder of the training
+    :param cut: number of rounds that stay as they are; 0: none
+    :raises JobError: if fewer than two places have rounds after the cut
+    """
     log = setting.log(disk, cut)
     places = sorted({version.place for version in log.later})
     if len(places) < 2:
         raise JobError(
             f"--blame: only place {places[0]} has rounds after round {cut}, so that no training "
-            "without it can be compared"
+            "without it can be compared; give a smaller number after --fork, or a training of "
+            "several places"
         )
     loss = setting.final(log.run(setting.member, setting.recorded))["loss"]
     losses = {}
@@ -364,13 +377,13 @@ def blamed(setting: Setting, disk: RecordStore, cut: int) -> tuple[float, dict[i
 def write(
     to: Path, setting: Setting, log: ForkLog, states: Sequence[NodeState], command: dict[str, Any]
 ) -> None:
-    """Write a fork as a new folder, which appears with its whole content.
+    """Write a fork to a new folder, which gets its name only when all files are complete.
 
-    :param to: the new folder
+    :param to: path of the new folder
     :param setting: jobs of the fork
     :param log: all records of the fork
-    :param states: last models
-    :param command: arguments of the fork
+    :param states: models whose average is the result
+    :param command: arguments of the command, by which the fork can be repeated
     """
     to.parent.mkdir(parents=True, exist_ok=True)
     temporary = to.with_name(f".{to.name}-{secrets.token_hex(8)}")
@@ -404,7 +417,7 @@ def write(
 
 
 def _records(log: ForkLog) -> Iterable[tuple[str, Record]]:
-    """Iterate over names and contents of the records of a fork."""
+    """Iterate over the records of a fork, with their file names relative to its folder."""
     for place, start in log.starts.items():
         yield f"places/{place:06d}", Record(place=place)
         yield record_name(place, 0), start

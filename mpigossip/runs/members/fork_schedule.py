@@ -1,9 +1,10 @@
 """Schedule of a fork: which place trains which chunk in each round, and with which peer.
 
-A fork repeats a recorded training up to a cut, and continues with one thing changed. Clocks have
-decided the recorded schedule. The schedule of a fork depends on records only, so that a fork can be
-repeated: its time is the Lamport clock of the recorded rounds, and each recorded round takes the
-time by which it has advanced that clock (more than 1 if its member was slower than others).
+A fork repeats a recorded training up to a round, the cut, and continues with one thing changed. In
+the recorded training, the speed of the members determined which models were averaged. The schedule
+of a fork must not depend on speed, because a fork has to be repeatable. Its time is therefore the
+Lamport clock in the records (`Round.age`): a recorded round takes as many units of time as it has
+advanced this clock, which is more than 1 if its member was slower than others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mpigossip.members.records import Round, Start, Version
 
 
 class Turn(NamedTuple):
-    """A round of a place in the schedule, and the time at which it ends.
+    """Round of a place in the schedule, with the time at which it ends, in units of `Round.age`.
 
     Turns are sorted by time and place.
     """
@@ -28,7 +29,8 @@ class Turn(NamedTuple):
     place: int
     chunk: int
     recorded: Version | None
-    """Recorded round with this chunk, whose peer is kept; None: the schedule chooses a peer."""
+    """Recorded round that trained this chunk, whose peer is kept; None: the schedule chooses a
+    peer."""
 
 
 class Change(NamedTuple):
@@ -43,7 +45,7 @@ class Change(NamedTuple):
 
 
 def recorded_turns(rounds: Iterable[Round]) -> list[Turn]:
-    """Return a turn for each recorded round."""
+    """Return a turn for each recorded round, sorted."""
     return sorted(Turn(record.age, record.place, record.chunk, record.version) for record in rounds)
 
 
@@ -57,7 +59,8 @@ def rescaled_turns(
     round, become chunks without a turn.
 
     :param rounds: the recorded rounds, by version
-    :param began: for each place, the time at which its first round in ``rounds`` began
+    :param began: for each place, the time at which its first round in ``rounds`` began, in units of
+        `Round.age`
     :param old: number of steps of a recorded round
     :param new: number of steps of a round of the fork
     :param steps: number of the first step that no recorded chunk contains; the last chunk is
@@ -84,11 +87,11 @@ def rescaled_turns(
     return sorted(turns), chunks, unassigned
 
 
-class Schedule:
-    """Schedule of a fork; building it makes all decisions in the order of time.
+class ForkSchedule:
+    """Schedule of a fork; the constructor decides on all rounds, in the order of time.
 
-    A chunk whose place is left out is trained in an additional round of a present place: before
-    its next turn, the place with the fewest additional rounds trains it.
+    If a place is left out, other places train its chunks in additional rounds: each chunk goes to
+    the place with the fewest additional rounds so far, before the next turn of that place.
     """
 
     def __init__(
@@ -106,14 +109,14 @@ class Schedule:
 
         :param rounds: all usable recorded rounds
         :param starts: first records of all places
-        :param past: versions up to the cut, which stay as they are
+        :param past: versions of the rounds up to the cut, which stay as they are
         :param turns: rounds to schedule, sorted
         :param unassigned: chunks that the present places train at the end
         :param ends: recorded versions whose average was the result
         :param change: settings on which the schedule depends
         :param progress: for each chunk, the progress of a model that was trained on it, in recorded
             chunks; None: the number of the chunk + 1
-        :raises ValueError: if no place is left that could train a chunk
+        :raises ValueError: if only the place that is left out has trained
         """
         self.change = change
         self.recorded = rounds
@@ -153,12 +156,18 @@ class Schedule:
         self._left[place] -= 1
 
     def _has_fewest(self, place: int) -> bool:
-        """Return whether no present place has fewer additional rounds."""
+        """Return whether no present place has fewer additional rounds than ``place``."""
         present = [p for p, turns in self._left.items() if turns and self._done[p]]
         return all(self._extra[place] <= self._extra[other] for other in present)
 
     def _ended(self) -> list[int]:
-        """Return the place with the newest model, for a training that no other place has ended."""
+        """Return a list with the place whose model is the result if no recorded one is left.
+
+        That is so if the place that is left out was the only one in the record END. The result is
+        then the newest model of another place.
+
+        :raises ValueError: if no other place has trained
+        """
         without = self.change.without
         done = [p for p, versions in self._done.items() if versions and p != without]
         if not done:
@@ -166,7 +175,11 @@ class Schedule:
         return [max(done, key=lambda place: self._done[place][-1][0])]
 
     def _finish(self, places: list[int], time: float) -> None:
-        """Train the chunks without a turn in the places that were present at the end."""
+        """Add rounds for the chunks without a turn, to the places that were present at the end.
+
+        :param places: these places; empty: the place of :meth:`_ended`
+        :param time: time at which the last turn ends
+        """
         places = places or (self._ended() if self.unassigned else [])
         for place in places:
             self._left[place] += len(self.unassigned)
@@ -176,7 +189,7 @@ class Schedule:
         self.unassigned.clear()
 
     def _train(self, turn: Turn) -> None:
-        """Add a round of a place, after its last one."""
+        """Add the round of a turn, which follows the last round of the same place."""
         place = turn.place
         done = self._done[place]
         peer = None
@@ -207,7 +220,7 @@ class Schedule:
         done.append(((turn.time, place), record))
 
     def _start(self, turn: Turn) -> list[Round]:
-        """Set the first record of a place; return the versions that it starts with."""
+        """Set the first record of a turn's place; return the versions that it starts from."""
         start = self.recorded_starts[turn.place]
         inputs: list[Round] = []
         if self.progress is None:

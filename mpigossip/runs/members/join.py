@@ -1,4 +1,4 @@
-"""`mpigossip join`: one member of a training in a folder, which members join and leave."""
+"""`mpigossip join`: training of one member, in a folder that all members of the training share."""
 
 import os
 import platform
@@ -20,11 +20,12 @@ from mpigossip.cluster.world import SingleProcess, World
 from mpigossip.config import Job, JobError
 from mpigossip.config.errors import UserError
 from mpigossip.config.readable import print_note
-from mpigossip.engine.measurements import Record
+from mpigossip.engine.measurements import StepMetrics
 from mpigossip.members.live import POLL_S, FolderExchange, StopRequested, layout, read_model
 from mpigossip.members.outages import FolderUnreachable
 from mpigossip.members.parts import cut
 from mpigossip.members.place import FOLDERS, Place, TrainingPlan, record_name
+from mpigossip.members.rate import describe_slow_folder, seconds_per_round
 from mpigossip.members.records import NO_LINKS, RecordStore, Round
 from mpigossip.runs.launch import differing
 from mpigossip.runs.members.member import Member, steps_of_round
@@ -138,13 +139,14 @@ def _train(live: FolderExchange, member: Member, folder: Path, world: World) -> 
     facts = about(flat.names, flat.shapes, member.engine.group.devices)
     watched = None
     try:
+        folder_s = live.decide(lambda: seconds_per_round(place.disk))
         while not live.ended():
             if live.stopping():
                 raise StopRequested
             with live.stay():
                 member.begin(live.begin(facts))
                 places.append(place.number)
-                with _Watched(member, live, folder, world) as watched:
+                with _Watched(member, live, folder, world, folder_s) as watched:
                     member.train(live, watched.after)
     except StopRequested:
         stop_file = live.decide(lambda: place.disk.sees("STOP"))
@@ -163,14 +165,23 @@ class _Watched:
     After each step, it checks whether the member has to leave.
     """
 
-    def __init__(self, member: Member, live: FolderExchange, folder: Path, world: World):
+    def __init__(
+        self,
+        member: Member,
+        live: FolderExchange,
+        folder: Path,
+        world: World,
+        folder_s: float,
+    ):
         """Prepare the log, such as logs/000007/log.h5 in the training's folder for place 7.
 
         :param member: the training of this member
         :param live: exchange of this member, which has a place
         :param folder: folder of the training
         :param world: ranks of this member; rank 0 writes log and output
+        :param folder_s: result of :func:`~mpigossip.members.rate.seconds_per_round`
         """
+        self.folder_s = folder_s
         self.world = world
         self.member = member
         self.live = live
@@ -216,7 +227,7 @@ class _Watched:
         self._retry(lambda: self.recorder.start(self.progress, self.member.assembly))
         self.printer.start(self.shown, self.member.assembly)
 
-    def after(self, record: Record, chunk: int) -> None:
+    def after(self, record: StepMetrics, chunk: int) -> None:
         """Log a step, then check whether to leave; collective.
 
         :param record: metrics of the step
@@ -229,11 +240,19 @@ class _Watched:
             self._log(_of_ranks(records), chunk)
         live = self.live
         if self.member.done == 2 * self.member.steps:
-            live.decide(lambda: check_lease(live.place.plan.lease_s, live.round_seconds()))
+            live.decide(self._check_round)
         if live.stopping():
             raise StopRequested
 
-    def _log(self, record: Record, chunk: int) -> None:
+    def _check_round(self) -> None:
+        """Check the duration of the second round, see :func:`check_lease`; warn if H is small."""
+        place = self.live.place
+        seconds = self.live.round_seconds()
+        check_lease(place.plan.lease_s, seconds)
+        if warning := describe_slow_folder(self.folder_s, seconds, self.member.steps):
+            place.report(warning)
+
+    def _log(self, record: StepMetrics, chunk: int) -> None:
         """Log a step.
 
         :param record: metrics of the step
@@ -277,7 +296,7 @@ class _Watched:
         self.live.place.disk.outages.retry(write, self.progress.folder / "log.h5")
 
     def end(self, evaluation: Evaluation, stored: dict[str, Any]) -> None:
-        """Log the evaluation of the final model and the summary.
+        """Write the evaluation of the final model and the summary to the log.
 
         :param evaluation: evaluation of the final model
         :param stored: path and digest of the checkpoint, for the summary
@@ -304,7 +323,7 @@ class _Watched:
         self._retry(lambda: recorder.stop(progress, summary))
 
 
-def _of_ranks(records: Sequence[Record]) -> Record:
+def _of_ranks(records: Sequence[StepMetrics]) -> StepMetrics:
     """Return the record of a member's step from the records of its ranks.
 
     Losses and metrics are averaged, and bytes are summed. Rank 0 provides all other values.
@@ -427,7 +446,7 @@ def write_checkpoint(
     :param steps: number of steps of the whole training
     :param states: the models, one for each node of the checkpoint
     :param job: text of the job
-    :param meta: entries of the manifest
+    :param meta: entries of the checkpoint's manifest
     """
     disk.make("checkpoints")
     temporary = checkpoint.begin(folder, steps)
@@ -496,7 +515,9 @@ def plan_of(assembly: Assembly, lease_s: float | None = None) -> TrainingPlan:
 
 
 def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dict[str, str]:
-    """Return the facts on which the bits of a member's model depend, for its first record.
+    """Return the facts on which the bits of a member's model depend, as text by name.
+
+    The first record of the member's place contains them (`Start.about`).
 
     :param names: names of the model's parameters
     :param shapes: shapes of the parameters
@@ -596,8 +617,8 @@ def none_there(disk: RecordStore) -> str:
     """Return the error message for a folder that contains no job of a training."""
     if disk.exists(LOOP):
         return (
-            f'"{disk.root}" holds the training of a program (see {LOOP}): start that '
-            "program; with mpigossip.join(…, replay=True) it repeats the training"
+            f'"{disk.root}" holds the training of a program (see {LOOP}), not of a job: start that '
+            "program, or call mpigossip.join(…, replay=True) in it to repeat the training"
         )
     none = (
         f'"{disk.root}" holds no training yet: begin one by `mpigossip join {disk.root} JOB.toml`'
@@ -662,13 +683,15 @@ def job_there(
 
 
 def _differing_slots(own: Job, job: Job) -> str:
-    """Return a text if members with these numbers of slots or ranks differ, otherwise "".
+    """Describe the settings by which a member has other slots than the training allows.
 
-    Earlier versions reject a job with several ranks, and can't read the records of such a member.
-    Members may therefore have several ranks only if the training began with such a job.
+    Earlier versions of mpigossip reject a job with several ranks, and can't read the records of
+    such a member. Members may therefore have several ranks only if the training began with such a
+    job.
 
     :param own: this member's copy of the job
     :param job: the job in the folder
+    :return: settings with both values, or "" if the slots agree
     """
     own_slots = slots_of(own.node.devices) * shape.ranks_of(own)
     slots = slots_of(job.node.devices) * shape.ranks_of(job)
@@ -694,8 +717,8 @@ def check_lease(lease_s: float, round_s: float) -> None:
     """
     if lease_s < 5 * round_s:
         raise JobError(
-            f"a round takes {round_s:.3g} s, but a lease is {lease_s:g} s, so that other members "
-            "would close this one; a lease must last at least five rounds: begin in another "
-            f"folder with a lease of {5 * round_s:.0f} s (members.lease_s; in a program, lease_s), "
-            "or with fewer steps per round"
+            f"members.lease_s = {lease_s:g}: must be at least five times the duration of a round, "
+            f"which is {round_s:.3g} s here, because other members close a member that is silent "
+            f"for a lease: begin in another folder with {5 * round_s:.0f} s (members.lease_s of a "
+            "job, lease_s of a program), or with fewer steps per round"
         )

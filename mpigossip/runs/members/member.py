@@ -11,7 +11,7 @@ import torch
 
 from mpigossip.algorithms.base import Step
 from mpigossip.config import JobError
-from mpigossip.engine.measurements import Record
+from mpigossip.engine.measurements import StepMetrics
 from mpigossip.engine.vector import ParameterLayout, is_per_row, join_row, scatter_row
 from mpigossip.engine.whole import WholeExchange
 from mpigossip.groups.base import Group, local_shards
@@ -35,7 +35,7 @@ def part_of(group: Group, flat: Any, ranks: int) -> Part | None:
     """
     if ranks == 1:
         return None
-    if not (isinstance(flat, ParameterLayout) and flat.by_index):
+    if not (isinstance(flat, ParameterLayout) and flat.is_row_major):
         raise JobError(
             f"node.ranks_per_node = {ranks}: each rank of a member writes consecutive elements of "
             "the parameters, but a parameter is not in row-major order: leave out "
@@ -169,7 +169,7 @@ class Member:
         :param state: the model
         :param local_steps: number of local steps that the model has made
         :param rounds: number of rounds that the member has completed
-        :param names: names of the arrays to load; None: all of them
+        :param names: last parts of the names of the arrays to load, such as "momentum"; None: all
         """
         engine = self.engine
         replicas = self.trainer.replicas
@@ -186,7 +186,7 @@ class Member:
         put_buffers(dict(zip(engine.group.local_slots, replicas.buffers(0), strict=True)), state)
 
     def train(
-        self, exchange: Any, after: Callable[[Record, int], None] = lambda record, chunk: None
+        self, exchange: Any, after: Callable[[StepMetrics, int], None] = lambda record, chunk: None
     ) -> None:
         """Train chunks until there are no more.
 
@@ -233,9 +233,9 @@ class Member:
         return NodeState(self._own(x), flat.names, flat.shapes, arrays, counts, rank, pieces)
 
     def _own(self, parts: Sequence[torch.Tensor]) -> np.ndarray:
-        """Return the elements of the local slots, without padding, in the order of files.
+        """Return the elements of the local slots, without padding, in the order of a file.
 
-        :param parts: array (1, …) of each local slot, shaped like x
+        :param parts: for each local slot, an array (1, P/L) like its shard of x
         """
         flat: Any = self.engine.vector.flat
         slots = self.engine.group.local_slots
@@ -247,8 +247,8 @@ class Member:
     def _put(self, values: np.ndarray, parts: Sequence[torch.Tensor]) -> None:
         """Copy a model's array, or the part of this rank, to the shards of the local slots.
 
-        :param values: elements in the order of files, without padding, or values per row
-        :param parts: array (1, …) of each local shard, to which the values are copied
+        :param values: elements in the order of a file, without padding, or one value per row
+        :param parts: for each local shard, the array (1, P/L) to which the values are copied
         """
         flat: Any = self.engine.vector.flat
         if self.part is None or is_per_row(parts[0], flat):
@@ -287,8 +287,7 @@ def steps_of_round(assembly: Assembly) -> int:
 def average(states: Sequence[NodeState]) -> NodeState:
     """Return the mean of models, summed in their order.
 
-    Arrays that are not floating-point numbers are taken from the first model. Arrays that some
-    model lacks are left out.
+    Arrays of integers are taken from the first model. Arrays that some model lacks are left out.
 
     :param states: models with equal parameter layouts, at least one
     """

@@ -27,24 +27,24 @@ from mpigossip.training import shape
 T = TypeVar("T")
 
 COUNTERS = ("number", "round", "age", "progress", "peer", "remaining")
-"""Attributes of `Place` that the other ranks take over from rank 0."""
+"""Attributes of `Place` that all ranks copy from rank 0 after each decision."""
 TAG = 41
 
 
 class Outcome(NamedTuple):
-    """Result of a decision, which ends it."""
+    """Message by which rank 0 ends a decision: the result, or an exception that all ranks raise."""
 
     result: Any
     error: Exception | None
     counters: dict[str, Any]
-    """Values of `COUNTERS`; empty before the member has joined."""
+    """Values of `COUNTERS` by name; empty before the member has joined."""
 
 
 class SeveralRanks(OneRank):
-    """Ranks of one member, which a launcher has started together."""
+    """Collective decisions of the ranks of one member, which a launcher has started together."""
 
     def __init__(self, world: World, part: Part | None):
-        """Prepare to decide together; collective.
+        """Prepare collective decisions; collective itself.
 
         :param world: the ranks of the member
         :param part: part of the model that this rank reads and writes; None: each rank reads whole
@@ -53,7 +53,8 @@ class SeveralRanks(OneRank):
         self.rank = world.rank
         self.part = part
         self._world = world
-        # The thread that writes models uses a communicator of its own.
+        # The thread that writes models calls MPI while the main thread does, so that it needs a
+        # communicator of its own.
         self._comm = world.duplicate()
         self._pause = ExitStack()
 
@@ -75,7 +76,11 @@ class SeveralRanks(OneRank):
         return result
 
     def _follow(self, place: Place, read: Callable[[Any], Any]) -> Any:
-        """Answer the questions of rank 0 until it has decided; return the result."""
+        """Execute the commands that rank 0 sends by :meth:`ask`; return its decision.
+
+        :param place: place of the member, whose counters are set
+        :param read: function that executes a command
+        """
         while not isinstance(message := self._world.broadcast(None), Outcome):
             self._world.gather(read(message))
         for name, value in message.counters.items():
@@ -95,7 +100,9 @@ class SeveralRanks(OneRank):
         comm = self._comm
         if self.rank:
             request = comm.isend(value, 0, TAG)
-            self._wait(request.Test, "rank 0 has not received the entry of a model's file")
+            self._wait(
+                request.Test, "rank 0 has not received the description of a file of the model"
+            )
             return []
         values = [value]
         for source in range(1, self._world.size if self.part else 1):
@@ -107,7 +114,7 @@ class SeveralRanks(OneRank):
                 received += [message] * done
                 return done
 
-            self._wait(arrived, f"rank {source} of this member has not written its part")
+            self._wait(arrived, f"rank {source} of this member has not written its part of a model")
             values += received
         return values
 
@@ -150,8 +157,9 @@ def for_ranks(job: Job, world: World) -> Job:
     world.group_into_nodes("host")
     if world.nodes.count > 1:
         raise JobError(
-            f"node.ranks_per_node = {setting!r}: a member is on one host, but its {world.size} "
-            f"ranks are on {world.nodes.count} hosts: start each member separately, as in `srun "
+            f"node.ranks_per_node = {setting!r}: all ranks of a member must be on one host, but "
+            f"these {world.size} are on {world.nodes.count} hosts: start each member separately, "
+            "as in `srun "
             "--nodes=1 --ntasks=8 mpigossip join RUN JOB.toml` or a batch array"
         )
     return _divided(shape.with_ranks(job, world.size), world.size)

@@ -24,33 +24,33 @@ from mpigossip.store.checkpoint import NodeState
 from mpigossip.training.assemble import assemble
 
 BITS = ("mpigossip", "torch", "processor", "machine", "threads", "ranks")
-"""Keys of those facts in the first record of a place on which the bits of a model may depend."""
+"""Keys of the facts in `Start.about` on which the bits of a model may depend."""
 FORK = "fork.json"
 """Name of the file with the arguments of a fork, in its folder."""
 PROGRESS_ROUNDS = 100
-"""Smallest number of rounds with which the progress is reported, after each tenth of them."""
+"""Smallest number of rounds for which a replay reports its progress, after each tenth of them."""
 
 
 class ReplayMismatch(Exception):
-    """The model of a repeated round has another digest than the record of the round contains."""
+    """Error if the model of a repeated round does not have the digest that its record contains."""
 
 
 def matches(version: Round, state: NodeState, slots: int) -> bool:
-    """Return whether a model is the one that a record describes.
+    """Return whether a model has the digests that the record of its round contains.
 
     :param version: record of the round
     :param state: the whole model
-    :param slots: number of slots of the member
+    :param slots: number of slots of the member that trained the round
     """
     parts = parts_of(state, version.shards, slots) if version.shards else [state]
     return [digest(part) for part in parts] == [shard.digest for shard in version.files]
 
 
 class ReplayLog:
-    """All chains in a folder, and the models that a replay still needs."""
+    """Records of all places of a training, and the models that a replay still needs."""
 
     def __init__(self, place: Place, slots: int = 1, ranks: int = 1):
-        """Read all chains.
+        """Read all records.
 
         :param place: `Place` that reads the folder without joining
         :param slots: number of slots of each member
@@ -66,7 +66,7 @@ class ReplayLog:
         self.rounds: dict[Version, Round | None] = {}
         """All rounds; None: the record is unusable."""
         self.models: dict[Version, NodeState] = {}
-        """Models on which rounds depend that have not been repeated yet."""
+        """Models that are inputs of rounds which have not been repeated yet."""
         for number in place.numbers("places"):
             for index in range(place.refresh(number).next):
                 # Records before the last one may be missing, so don't treat them as listed.
@@ -155,9 +155,10 @@ class ReplayLog:
     def choose(self, wanted: Iterable[Version]) -> list[Version]:
         """Return the rounds to repeat, in an order in which each follows its dependencies.
 
-        These are the wanted rounds, and the rounds on which they depend, unless the models of the
-        latter are still stored. Stored models are read.
+        They are the wanted rounds, and the rounds on which they depend. If the model of a round
+        that is not wanted is still stored, it is read instead of repeated.
 
+        :param wanted: rounds whose models the replay compares with their records
         :raises StoreError: if a record that is needed is missing or unusable
         """
         repeated = set[Version]()
@@ -181,7 +182,7 @@ class ReplayLog:
         return sorted(repeated, key=lambda version: (self.round(version).age, version))
 
     def repeating(self, wanted: Iterable[Version]) -> Iterator[Version]:
-        """Iterate over the rounds to repeat, in the order of :meth:`choose`; print the progress."""
+        """Iterate over the rounds to repeat, in the order of :meth:`choose`; report progress."""
         order = self.order = self.choose(wanted := set(wanted))
         more = len(order) - len(wanted)
         tell = self.place.report
@@ -195,14 +196,17 @@ class ReplayLog:
     def take_inputs(self, version: Version) -> tuple[list[NodeState], NodeState | None, int]:
         """Return the inputs of a round, and release models that no later round needs.
 
-        :return: the own previous model, or for a first round the models that the member started
-            with; the peer's model, corrected for its age, or None; and the progress before the
-            round, in chunks
+        :return: the place's model of the previous round, or for a first round the models that it
+            started with; the peer's model, corrected for its age, or None if there was no peer; and
+            the progress before the round, in chunks
         :raises StoreError: if the round depends on a later one
         """
         inputs = self.inputs(version)
         if missing := [dependency for dependency in inputs if dependency not in self.models]:
-            raise StoreError(f"{record_name(*version)} depends on {missing[0]}, which is later")
+            raise StoreError(
+                f"{record_name(*version)} depends on {missing[0]}, which is later: one of the two "
+                "records is wrong; replace it by a copy"
+            )
         models = [self.models[dependency] for dependency in inputs]
         for dependency in inputs:
             self.uses[dependency] -= 1
@@ -221,7 +225,9 @@ class ReplayLog:
     def check(self, version: Version, state: NodeState) -> None:
         """Compare a repeated model with its record, and keep the model if later rounds need it.
 
-        :raises ReplayMismatch: if its digest is not the one in the record
+        :param version: the round
+        :param state: the model after the round
+        :raises ReplayMismatch: if the digest of the model differs from the record
         """
         if not matches(self.round(version), state, self.slots):
             raise ReplayMismatch(
@@ -232,10 +238,10 @@ class ReplayLog:
             self.models[version] = state
 
     def _unlike(self, place: int) -> str:
-        """Return a clause with the facts in which this process differs from that of a place.
+        """Describe how this process differs from the process that trained a place.
 
-        Such facts, for example the version of torch, may explain another digest. Return "" if there
-        are none.
+        Differences, for example in the version of torch, may explain another digest. Return a
+        clause for an error message, or "" if there are none.
         """
         start = self.starts.get(place)
         facts = about((), (), []) | {"ranks": str(self._ranks)}
@@ -245,7 +251,11 @@ class ReplayLog:
             for key in BITS
             if key in was and was[key] != facts[key]
         ]
-        return f"; it was made with {', '.join(unlike)}" if unlike else ""
+        return (
+            f"; the record was made with {', '.join(unlike)}: use the same environment as then"
+            if unlike
+            else ""
+        )
 
     def summary(self) -> str:
         """Return a summary of the rounds that were repeated."""
@@ -302,7 +312,7 @@ class ReplayExchange:
 def repeat(script: ReplayLog, wanted: Iterable[Version], member: Any) -> str:
     """Repeat rounds, and the rounds on which they depend; return a summary.
 
-    :param script: chains of the training
+    :param script: records of the training
     :param wanted: rounds to repeat
     :param member: `Member` that trains them
     :raises ReplayMismatch: if a model differs from its record
@@ -315,7 +325,7 @@ def repeat(script: ReplayLog, wanted: Iterable[Version], member: Any) -> str:
 def repeat_round(script: ReplayLog, version: Version, member: Any) -> NodeState:
     """Repeat one round whose inputs are known; return the model after it.
 
-    :param script: chains of the training
+    :param script: records of the training
     :param version: the round
     :param member: `Member` that trains it
     """
@@ -332,15 +342,17 @@ def repeat_round(script: ReplayLog, version: Version, member: Any) -> NodeState:
 def audit(script: ReplayLog, fraction: float, member: Any, chance: random.Random) -> str:
     """Repeat a random sample of the rounds, each from its stored inputs; return a summary.
 
-    A wrong record is found only if its own round is drawn, because later rounds are repeated from
-    the wrong model. If one of n rounds is wrong and m are drawn, it is found with probability m/n.
+    The audit detects a wrong record only if its own round is drawn, because later rounds are
+    repeated from the wrong model. If one of n rounds is wrong and m are drawn, the probability of
+    detection is m/n.
 
-    :param script: chains of the training
+    :param script: records of the training
     :param fraction: fraction of the rounds that are repeated, greater than 0 and at most 1; at
         least one round is repeated
     :param member: `Member` that trains them
     :param chance: generator that draws the rounds
-    :raises ReplayMismatch: if a model differs from its record; of several, the oldest is named
+    :raises ReplayMismatch: if a model differs from its record; if several do, the message names the
+        oldest one
     :raises JobError: if the training did not keep all models, or has no rounds
     :raises StoreError: if the model of an input is missing or damaged
     """
@@ -403,11 +415,11 @@ def wanted_of(
 
     If all rounds are requested, none may be missing: see :meth:`ReplayLog.check_complete`.
 
-    :param script: chains of the training
+    :param script: records of the training
     :param place: number of a place; None: all places
     :param rounds: first and last round; None: all rounds
     :raises JobError: if there are no such rounds
-    :raises StoreError: if all rounds are requested, and the chains are incomplete
+    :raises StoreError: if all rounds are requested, and records are missing
     """
     low, high = rounds or (1, 1 << 60)
     versions = [
