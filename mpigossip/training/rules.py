@@ -646,13 +646,13 @@ def state_warning(parts: JobParts) -> str:
     return ""
 
 
-def _averages_state(parts: JobParts) -> Found:
+def _averages_state(parts: JobParts) -> Verdict:
     periods = parts.job.algorithm.average_state
     shown = ", ".join(f"{name} = {period}" for name, period in periods.items())
     return bool(periods) and {"setting": f"algorithm.average_state = {{{shown}}}"}
 
 
-def _unknown_array(launch: Launch) -> Found:
+def _unknown_array(launch: Launch) -> Verdict:
     """Return the first name of an array that the local step of the job lacks."""
     section = launch.job.algorithm
     if not section.average_state or not takes_local(section.name):
