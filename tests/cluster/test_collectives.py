@@ -90,6 +90,41 @@ def test_a_call_that_does_not_return_is_named(ranks):
     assert ranks(2)(does_not_return) == [expected] * 2
 
 
+def a_rank_stops_in_a_blocking_call(comm):
+    """Let rank 2 pass the barrier before a blocking call, and then do nothing."""
+    from mpigossip.cluster import collectives
+
+    said = []
+    before = threading.excepthook
+    with world(timeout_s=3) as w:
+        threading.excepthook = lambda args: said.append(str(args.exc_value))
+        collectives.MINIMUM_S = 3.0
+        try:
+            if w.rank == 2:
+                w.comm.Ibarrier().Wait()
+                time.sleep(5)
+                values = w.comm.allgather(None)  # so that the others return
+            else:
+                values = collectives.TimeoutComm.of(w.comm, 3.0).allgather(None)
+        finally:
+            threading.excepthook = before
+            collectives.MINIMUM_S = 10.0
+        assert values == [None] * 3
+        return said
+
+
+def test_a_rank_that_stops_in_a_blocking_call_is_named(ranks):
+    first, second, third = ranks(3)(a_rank_stops_in_a_blocking_call, timeout=60)
+    assert third == []
+    for said in (first, second):
+        assert len(said) == 1, said
+        assert re.fullmatch(
+            r"MPI's allgather doesn't return; no message has arrived from rank 2 on \S+ "
+            r"\(waited 3 s\)",
+            said[0],
+        )
+
+
 def calls_while_mixers_open(comm):
     """Return the names of blocking calls without and with a limit while mixers open."""
     from mpi4py import MPI

@@ -1,6 +1,7 @@
 """Racks: places for ranks that spare the edges between them."""
 
 import contextlib
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,10 @@ import pytest
 from mpigossip.cluster import deadline, nodes
 from mpigossip.config import JobError
 from mpigossip.graphs import GraphError, graph
+from mpigossip.graphs import placement as placing
 from mpigossip.graphs.placement import (
+    _best_swap,
+    _crossing,
     cross_rack_fraction,
     graph_nodes_for,
     renumber_for_racks,
@@ -40,6 +44,37 @@ def test_swaps_improve_an_assignment_by_rack():
     racks = ["a"] * 6 + ["b"] * 6
     assert cross_rack_fraction(jumping, racks) > 0.5
     assert cross_rack_fraction(renumber_for_racks(jumping, racks), racks) == pytest.approx(4 / 24)
+
+
+@pytest.mark.parametrize("pairs_at_once", [1 << 20, 40])
+def test_the_best_swap_is_found_in_blocks(monkeypatch, pairs_at_once):
+    monkeypatch.setattr(placing, "BLOCK", pairs_at_once)
+    counts = usage(graph("exponential", 18))
+    both = (counts + counts.T).tocsr()
+    rack_of = np.random.default_rng(3).permutation(np.arange(18) // 4)
+    saved = np.zeros((18, 18))
+    for p, q in np.ndindex(18, 18):
+        swapped = rack_of.copy()
+        swapped[[p, q]] = rack_of[[q, p]]
+        # Each message is in two entries of the symmetric array.
+        saved[p, q] = (_crossing(both, rack_of) - _crossing(both, swapped)) / 2
+    p, q = np.unravel_index(saved.argmax(), saved.shape)
+    assert saved.max() > 0
+    assert _best_swap(both, rack_of) == (saved.max(), p, q)
+
+
+def test_places_need_less_memory_than_one_number_for_each_pair(monkeypatch):
+    monkeypatch.setattr(placing, "WORK", 1)  # one swap from each start
+    n = 4096
+    made = graph("ring", n)
+    racks = np.random.default_rng(1).permutation(np.arange(n) // 64).tolist()
+    tracemalloc.start()
+    try:
+        graph_nodes_for(made, racks)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * n**2 / 2, peak
 
 
 def test_a_graph_that_renumbering_cannot_improve_is_unchanged():

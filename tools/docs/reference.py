@@ -73,7 +73,8 @@ PUBLIC = dict.fromkeys(mpigossip.__all__, "") | {
     "studies.Study": "best, ties, table, frame, dataset, plot, transient",
     "graphs.base.Graph": "", "graphs.from_matrices": "",
     "algorithms.base.Algorithm": "", "algorithms.base.Step": "",
-    "runs.hooks.Hook": "", "engine.measurements.StepMetrics": "", "training.evaluate.Evaluation": "",
+    "runs.hooks.Hook": "", "engine.measurements.StepMetrics": "",
+    "training.evaluate.Evaluation": "",
     "runs.progress.Progress": "job, folder, nodes, steps_per_epoch, total_steps, samples_per_step, "
     "evaluation, checkpoint, epoch, warn",
 }  # fmt: skip
