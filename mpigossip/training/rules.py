@@ -647,9 +647,14 @@ def state_warning(parts: JobParts) -> str:
 
 
 def _averages_state(parts: JobParts) -> Verdict:
+    """Return the setting that averages the local step's state, if the job has it."""
     periods = parts.job.algorithm.average_state
+    return {"setting": _show_average_state(periods)} if periods else None
+
+
+def _show_average_state(periods: Mapping[str, int]) -> str:
     shown = ", ".join(f"{name} = {period}" for name, period in periods.items())
-    return bool(periods) and {"setting": f"algorithm.average_state = {{{shown}}}"}
+    return f"algorithm.average_state = {{{shown}}}"
 
 
 def _unknown_array(launch: Launch) -> Verdict:
@@ -660,16 +665,21 @@ def _unknown_array(launch: Launch) -> Verdict:
     state = make_parts(launch.job).method.init(torch.empty(1, 2, device="meta"))
     names = local_arrays(state)
     unknown = [name for name in section.average_state if name not in names]
-    remedy = f"use {' or '.join(names)}" if names else "leave it out"
-    return bool(unknown) and {"array": unknown[0], "remedy": remedy}
+    if not unknown:
+        return None
+    return {
+        "setting": _show_average_state(section.average_state),
+        "array": unknown[0],
+        "remedy": f"use {' or '.join(names)}" if names else "remove algorithm.average_state",
+    }
 
 
 AVERAGED_STATE: Table[JobParts] = (
     (
         Rule(
-            lambda parts: _averages_state(parts) and not takes_local(parts.job.algorithm.name),
-            'algorithm.average_state: algorithm "{job.algorithm.name}" replaces the local step, '
-            "and has no such arrays",
+            lambda parts: not takes_local(parts.job.algorithm.name) and _averages_state(parts),
+            '{setting}: algorithm "{job.algorithm.name}" replaces the local step, and has no such '
+            "arrays",
             'choose an algorithm with a local step, such as "dsgd"',
         ),
         Rule(
@@ -835,7 +845,7 @@ SETTINGS: Table[Launch] = (
     (
         Rule(
             _unknown_array,
-            "algorithm.average_state: {array} is no array of the local step of this job",
+            "{setting}: {array} is no array of the local step of this job",
             "{remedy}",
         ),
     ),
@@ -1093,7 +1103,7 @@ MEMBERS: Table[Membership] = (
         Rule(
             lambda member: member.parts is not None and _averages_state(member.parts),
             "{setting}: members exchange the model only",
-            "leave it out",
+            "remove algorithm.average_state",
         ),
     ),
     (_members_need("node.wire", "fp32"),),

@@ -39,6 +39,7 @@ TABLES = {
 parameters are further settings."""
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 EXAMPLES = {
+    "algorithm.average_state": "{second=16}",
     "run.name": "first", "run.output": "/scratch/{name}", "task.name": "language-model",
     "data.source": "cifar10.h5", "data.tokenizer": "bpe-8192-fb24c4d7", "model.name": "lenet",
     "data.shape": "[1,28,28]", "data.workers": "4", "algorithm.name": "dsgd",
@@ -100,6 +101,8 @@ def kind(hint: Any) -> str:
         return " or ".join(known) + "; may be unset" * (type(None) in arguments)
     if origin is tuple:
         return f"list of: {kind(arguments[0])}"
+    if origin is dict:
+        return f"table of names and: {kind(arguments[1])}"
     return WORDS.get(hint, getattr(hint, "__name__", str(hint)))
 
 
@@ -144,6 +147,8 @@ def settings() -> dict[str, tuple[str, ...]]:
                 continue
             path = f"{name}.{field.name}"
             default = field.default
+            if default is MISSING and field.default_factory is not MISSING:
+                default = field.default_factory()
             shown = "unset" if default is None else f"`{show(default)}`"
             assert default is not MISSING, path
             words = kind(hints[field.name])
