@@ -53,6 +53,8 @@ MPI may still write to them, and some of them cannot be freed.
 
 NODE_GROUP_S = 3600.0
 """Default time limit, in seconds, of a collective call of a node's torch process group."""
+NOTICE_S = 5.0
+"""Seconds for which a rank waits until MPI reports a failed rank, after an unspecific error."""
 LONGEST_TIMEOUT_S = 1e8
 """Largest time limit that torch can represent."""
 
@@ -127,7 +129,24 @@ class World(Communicator):
         self.nodes = group_ranks(self, ranks_per_node)
 
     def is_rank_failure(self, error: BaseException) -> bool:
-        return self.survives and is_rank_failure(error)
+        if not self.survives:
+            return False
+        return is_rank_failure(error) or (is_unspecific(error) and self._misses_a_rank())
+
+    def _misses_a_rank(self) -> bool:
+        """Return whether MPI reports a failed rank of this world within `NOTICE_S` seconds."""
+
+        def has_failed_ranks() -> bool:
+            self.comm.Iprobe()  # lets MPI notice failures
+            return self.comm.Get_failed().size > 0
+
+        try:
+            Deadline(NOTICE_S).wait(has_failed_ranks, lambda: "MPI reports no failed rank")
+        except WaitTimeoutError:
+            return False
+        except Exception as error:
+            return is_rank_failure(error)
+        return True
 
     def shrink(self) -> None:
         """Continue with the survivors of a rank failure; all survivors have to call this.
@@ -368,6 +387,16 @@ def is_rank_failure(error: BaseException) -> bool:
 
     failure_classes = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
     return isinstance(error, MPI.Exception) and error.Get_error_class() in failure_classes
+
+
+def is_unspecific(error: BaseException) -> bool:
+    """Return whether ``error`` is an error of MPI without a class that names the cause.
+
+    If a rank is killed, a call of Open MPI in another rank rarely ends with such an error.
+    """
+    from mpi4py import MPI
+
+    return isinstance(error, MPI.Exception) and error.Get_error_class() == MPI.ERR_OTHER
 
 
 def shrunken(comms: "Sequence[MPI.Intracomm]", timeout_s: float) -> "MPI.Intracomm":

@@ -94,6 +94,34 @@ def test_which_worlds_are_fault_tolerant():
     assert not world_ranks.fault_tolerant("MPICH Version: 5.0.2", on)
 
 
+UNSPECIFIC = """
+import os, signal
+import mpigossip
+from mpi4py import MPI
+
+world = mpigossip.world(timeout_s=20)
+world.survives = True
+errors = [MPI.Exception(MPI.ERR_OTHER), MPI.Exception(MPI.ERR_ARG), ValueError("other")]
+before = [world.is_rank_failure(error) for error in errors]
+world.barrier()
+if world.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+after = [world.is_rank_failure(error) for error in errors]
+print(f"rank {world.rank}: {before} {after}\\n", end="", flush=True)
+os._exit(0)
+"""
+
+
+def test_an_unspecific_error_counts_as_a_rank_failure_if_a_rank_has_failed(mpirun, monkeypatch):
+    if not launch.is_open_mpi():
+        pytest.skip("only Open MPI's launcher has --with-ft ulfm")
+    monkeypatch.setenv("MPIGOSSIP_MPIEXEC", shlex.join([*launch.launcher(), "--with-ft", "ulfm"]))
+    done = mpirun(3, [sys.executable, "-c", UNSPECIFIC], 60)
+    line = "rank {}: [False, False, False] [True, False, False]"
+    lines = done.stdout.splitlines()
+    assert all(line.format(rank) in lines for rank in (0, 2)), done
+
+
 @with_world
 def asks_in_vain(world):
     survive.prepare(assemble.load({}, ["run.survive=true"]), world)
