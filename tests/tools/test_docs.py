@@ -363,7 +363,7 @@ def test_the_losses_and_the_memory_on_the_page_of_a_gpt_have_a_source():
 
 
 def test_will_it_help_has_the_situations_and_costs_that_were_measured():
-    """The rows are those of the claims' page, and those on which `plan --best` is based."""
+    """Compare its tables with the page of claims and with the table of `plan --best`."""
     results = (ROOT / "jobs/claims/RESULTS.md").read_text()
     (table,) = re.findall(r"^\| situation .*?\n\n", results, re.DOTALL | re.MULTILINE)
     assert table in PAGES["will-it-help"]
