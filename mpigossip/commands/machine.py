@@ -432,6 +432,5 @@ def _best(options, what, machine, epochs) -> None:
     if options.json:
         print_safe(json.dumps({n: as_json(*proposed, accept) for n, proposed in best.items()}))
         return
-    command = options.job, options.settings
-    texts = [text(*command, *proposed, n, accept) for n, proposed in best.items()]
+    texts = [text(options.job, *proposed, n, accept) for n, proposed in best.items()]
     print_safe("\n\n".join(texts))
