@@ -15,7 +15,7 @@ import signal
 import sys
 
 from mpigossip.engine.whole import WholeExchange
-from mpigossip.mixing import averages
+from mpigossip.mixing import exact_average
 from mpigossip.runs.hooks import Hook
 from mpigossip.store.log import LogWriter
 from mpigossip.training import evaluate
@@ -23,7 +23,7 @@ from mpigossip.training import evaluate
 PLACES = {
     "!": ("a flush", LogWriter, "append"),
     "e": ("an evaluation", evaluate, "measure"),
-    "g": ("a global average", averages, "wait_all"),
+    "g": ("a global average", exact_average, "wait_all"),
     "x": ("an exchange", WholeExchange, "wait"),
 }
 SIGNAL = signal.Signals[f"SIG{os.environ.get('VICTIM_SIGNAL', 'KILL')}"]
@@ -77,7 +77,7 @@ def armed():
         if at in (f"{engine.index}", f"{engine.index}g"):
             if at.isdigit():
                 die("training")
-            averages.wait_all = lambda *_, **__: die("a global average")
+            exact_average.wait_all = lambda *_, **__: die("a global average")
         settle(exchange, engine, *given)
 
     def sent(exchange, engine, *given):

@@ -10,8 +10,8 @@ import torch
 
 from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.cadence import Cadence
-from mpigossip.engine.averages import StateAverages
 from mpigossip.engine.measurements import StepMetrics, Stopwatch, make_record, mixed_distance
+from mpigossip.engine.state_averages import StateAverages
 from mpigossip.engine.vector import FlatParameters, bits, named_arrays, packed, scatter_row
 from mpigossip.groups.base import Group, local_shards
 from mpigossip.mixing.base import ExchangeKind, MessageArrays, Mixer

@@ -39,9 +39,9 @@ from mpigossip.cluster.deadline import Deadline
 from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.mixing.averages import RankMixer, average_message
 from mpigossip.mixing.base import ExchangeKind, MessageArrays, MessageLayout, bytes_per_exchange
 from mpigossip.mixing.delayed import flow, readers
+from mpigossip.mixing.exact_average import RankMixer, average_message
 from mpigossip.mixing.progress_thread import ProgressThread
 from mpigossip.mixing.window_access import HINTS, WindowAccess
 

@@ -14,8 +14,8 @@ from mpigossip.cluster.collectives import round_up_to_pages
 from mpigossip.cluster.cores import pick_communication_core
 from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
-from mpigossip.mixing.averages import RankMixer
 from mpigossip.mixing.base import ExchangeKind, MessageArrays, MessageLayout
+from mpigossip.mixing.exact_average import RankMixer
 from mpigossip.mixing.exchanges import (
     AverageInPlace,
     AverageSent,
@@ -26,7 +26,7 @@ from mpigossip.mixing.exchanges import (
     ReadInPlace,
     Sent,
 )
-from mpigossip.mixing.host import HostBuffers, SharedOutboxes, host_buffers, share_memory
+from mpigossip.mixing.host_memory import HostBuffers, SharedOutboxes, host_buffers, share_memory
 from mpigossip.mixing.notifications import wait_all
 from mpigossip.mixing.pipeline import Pipeline
 from mpigossip.mixing.plan import (

@@ -9,7 +9,7 @@ that another rank writes at the same time.
 import numpy as np
 from mpi4py import MPI
 
-from mpigossip.mixing.averages import CUT
+from mpigossip.mixing.exact_average import CUT
 
 HINTS = {"acc_single_intrinsic": "true"}
 """Hints for the window, which promise that each accumulate call accesses one word. Without this

@@ -27,7 +27,7 @@ from mpigossip.graphs.placement import graph_nodes_for, renumbered
 from mpigossip.groups import devices
 from mpigossip.groups.base import Group, local_shards
 from mpigossip.mixing import MIXERS, close_mixer, open_mixer
-from mpigossip.mixing.compressors import WIRES
+from mpigossip.mixing.lossy_wires import WIRES
 from mpigossip.training import rules, shape, task
 from mpigossip.training.loop import Trainer
 from mpigossip.training.parts import JobParts, make_graph, make_parts

@@ -16,9 +16,9 @@ from mpigossip.algorithms.local import NO_LOCAL_STEP, Local
 from mpigossip.algorithms.methods import Known
 from mpigossip.cluster.world import World
 from mpigossip.config import BuilderSpec, Job
-from mpigossip.engine.averages import LocalState, StateArrays, StateAverages
 from mpigossip.engine.fragments import FragmentExchange, Fragments
 from mpigossip.engine.measurements import measured_every
+from mpigossip.engine.state_averages import LocalState, StateArrays, StateAverages
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import FlatParameters, NodeLayout, ParameterLayout
 from mpigossip.engine.whole import WholeExchange
@@ -27,8 +27,8 @@ from mpigossip.graphs.faulty import Links, faulty
 from mpigossip.groups.base import Group, local_shards
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import ExchangeKind, MessageLayout, Mixer
-from mpigossip.mixing.compressors import wire
 from mpigossip.mixing.delayed import Faults
+from mpigossip.mixing.lossy_wires import wire
 from mpigossip.mixing.wire import Wire
 from mpigossip.training.fragments import cut, fragment_width, layers_of
 from mpigossip.training.schedule import blend_weight

@@ -39,7 +39,7 @@ from mpigossip.config.errors import UserError
 from mpigossip.config.sections import FaultsSection, GraphSection
 from mpigossip.config.toml import show
 from mpigossip.data.pytree import Nested
-from mpigossip.engine.averages import local_arrays
+from mpigossip.engine.state_averages import local_arrays
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.base import Drawn
 from mpigossip.graphs.faulty import least_rounds

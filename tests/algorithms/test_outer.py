@@ -223,7 +223,7 @@ def test_a_step_of_each_optimizer_is_torchs(outer):
             "remove the option dampening",
         ),
         ({"name": "Sgd"}, "is no optimizer of torch.optim"),
-        ({"lr": 0.1}, "has no name"),
+        ({"lr": 0.1}, 'needs the key "name"'),
         ({"name": "SGD", "rate": 0.1}, "rate"),
     ],
 )

@@ -7,7 +7,7 @@ from torch import nn
 
 import mpigossip
 from mpigossip.config import JobError
-from mpigossip.engine.averages import local_arrays
+from mpigossip.engine.state_averages import local_arrays
 from mpigossip.training import assemble
 from mpigossip.training.parts import make_graph, make_parts
 from mpigossip.training.rules import state_warning

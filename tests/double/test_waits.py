@@ -59,7 +59,7 @@ def test_the_norm_of_many_blocks_waits_once():
 
 
 def test_bf16_encodes_a_vector_by_two_operations(monkeypatch):
-    from mpigossip.mixing.compressors import bf16
+    from mpigossip.mixing.lossy_wires import bf16
     from mpigossip.mixing.wire import CHUNK
     from tests.double.checker import Timeline
 

@@ -11,8 +11,8 @@ from mpigossip import mixing
 from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.graphs import graph
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
-from mpigossip.mixing.compressors import wire
 from mpigossip.mixing.delayed import OLDEST, Faults
+from mpigossip.mixing.lossy_wires import wire
 from mpigossip.training import assemble, costs
 from tests.cases import on_each, with_world
 

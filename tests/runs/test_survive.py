@@ -34,7 +34,7 @@ TOOLS = Path(__file__).parents[2] / "tools"
 @with_world
 def differing(world, staged, wire):
     """Return the difference between plain messages and the simulator, by graph."""
-    from mpigossip.mixing.compressors import wire as made_wire
+    from mpigossip.mixing.lossy_wires import wire as made_wire
     from mpigossip.mixing.synchronous import FaultTolerant
 
     layout = MessageLayout(LAYOUT.widths, LAYOUT.vectors, LAYOUT.scalars, wire=made_wire(wire))

@@ -288,7 +288,7 @@ class Averager:
         sources = [int(j) for j in self.graph.neighbours(self.round, rank)[0]]
         received = {j: torch.empty_like(own) for j in sources}
         if self._world.comm is not None:
-            from mpigossip.mixing.averages import swap_by_messages  # needs MPI
+            from mpigossip.mixing.exact_average import swap_by_messages  # needs MPI
 
             deadline.this_rank.steps = self.round
             swap = partial(swap_by_messages, self._own_comm(), self._world.timeout_s)

@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 
-from mpigossip.mixing.averages import ByRank, average, average_codes
 from mpigossip.mixing.base import MessageArrays, MessageLayout
 from mpigossip.mixing.combine import Source, sum_messages
 from mpigossip.mixing.device.memory import (
@@ -22,7 +21,8 @@ from mpigossip.mixing.device.memory import (
     pin,
 )
 from mpigossip.mixing.device.streams import Streams
-from mpigossip.mixing.host import HostBuffers, host_buffers
+from mpigossip.mixing.exact_average import ByRank, average, average_codes
+from mpigossip.mixing.host_memory import HostBuffers, host_buffers
 from mpigossip.mixing.plan import MessageChunk
 from mpigossip.mixing.transports import Transport
 from mpigossip.mixing.wire import encode_slot

@@ -23,7 +23,6 @@ from mpigossip.cluster.agreement import with_timeout
 from mpigossip.cluster.collectives import close_window
 from mpigossip.cluster.deadline import world_ranks
 from mpigossip.cluster.process import libraries
-from mpigossip.mixing.averages import raw
 from mpigossip.mixing.device.memory import (
     TransportUnavailable,
     create,
@@ -32,6 +31,7 @@ from mpigossip.mixing.device.memory import (
     message_memory,
     private,
 )
+from mpigossip.mixing.exact_average import raw
 from mpigossip.mixing.notifications import all_ranks, wait_all
 from mpigossip.mixing.progress_thread import run_on_all_ranks
 

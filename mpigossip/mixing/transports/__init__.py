@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from mpi4py import MPI
 
-from mpigossip.mixing.averages import ByRank, swap_by_messages
 from mpigossip.mixing.base import MessageLayout
 from mpigossip.mixing.device.memory import agreed, ordinary
+from mpigossip.mixing.exact_average import ByRank, swap_by_messages
 from mpigossip.mixing.notifications import Notifications
 from mpigossip.mixing.plan import MessageChunk, RoundPlan, RoundState, chunks
 

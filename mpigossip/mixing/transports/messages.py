@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from mpi4py import MPI
 
-from mpigossip.mixing.averages import CUT, raw
 from mpigossip.mixing.base import MessageLayout
 from mpigossip.mixing.device.memory import device_context, flush_rdma_writes, message_memory
+from mpigossip.mixing.exact_average import CUT, raw
 from mpigossip.mixing.notifications import called, wait_all
 from mpigossip.mixing.plan import MessageChunk, RoundPlan, RoundState
 from mpigossip.mixing.transports import Transport, inboxes

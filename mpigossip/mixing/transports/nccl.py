@@ -17,10 +17,10 @@ from mpigossip.cluster.deadline import Deadline, world_ranks
 from mpigossip.cluster.process_groups import GroupRank, close_groups, launch_lock, open_groups
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import Failure, JobError
-from mpigossip.mixing.averages import ByRank
 from mpigossip.mixing.base import MessageLayout
 from mpigossip.mixing.device.memory import TransportUnavailable, device_context
 from mpigossip.mixing.device.streams import Streams
+from mpigossip.mixing.exact_average import ByRank
 from mpigossip.mixing.notifications import BEGUN
 from mpigossip.mixing.plan import MessageChunk, RoundPlan, RoundState
 from mpigossip.mixing.transports import Transport, inboxes

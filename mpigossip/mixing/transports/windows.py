@@ -10,7 +10,6 @@ from mpi4py import MPI
 
 from mpigossip.cluster.collectives import close_window, open_window, register_windows
 from mpigossip.cluster.deadline import world_ranks
-from mpigossip.mixing.averages import CUT, raw
 from mpigossip.mixing.base import MessageLayout
 from mpigossip.mixing.device.memory import (
     TransportUnavailable,
@@ -19,6 +18,7 @@ from mpigossip.mixing.device.memory import (
     flush_rdma_writes,
     private,
 )
+from mpigossip.mixing.exact_average import CUT, raw
 from mpigossip.mixing.notifications import ARRIVED, FREE
 from mpigossip.mixing.plan import MessageChunk, RoundPlan, RoundState
 from mpigossip.mixing.progress_thread import run_on_all_ranks
