@@ -89,7 +89,7 @@ def test_bytes_of_a_bucket(name, nbytes):
     assert made(name).nbytes(8 * BUCKET) == 8 * nbytes
     _, codes = message(made(name))
     assert len(codes) == 4 * nbytes
-    with pytest.raises(ValueError, match="bf16.*700"):
+    with pytest.raises(ValueError, match="700 elements"):
         made(name).nbytes(700)
 
 

@@ -43,7 +43,7 @@ class Proposal:
     level: int
     graph: str
     settings: tuple[str, ...]
-    """Settings that follow those of the job on the command line."""
+    """Settings of the proposal, which follow the settings of the job on the command line."""
     job_settings: tuple[str, ...] = ()
     """Settings of the job that the proposal keeps, see :func:`_kept`."""
     row: Prediction | None = None
