@@ -61,15 +61,21 @@ def bounded_call(comm: MPI.Comm, call: str, timeout_s: float) -> Iterator[None]:
     deadline = Deadline(limit)
     returned = threading.Event()
 
-    def wait() -> None:
-        deadline.wait(
-            returned.is_set,
-            lambda: f"{call} doesn't return",
-            awaited_ranks=awaited_ranks if others else None,
-        )
-
     def late() -> None:
         raise WaitTimeoutError(f"{call} doesn't return (waited {limit:g} s)")
+
+    def wait() -> None:
+        # All ranks have begun the call. A rank whose part is done may have left its loop or exited.
+        try:
+            deadline.wait(
+                returned.is_set,
+                lambda: f"{call} doesn't return",
+                awaited_ranks=awaited_ranks if others else None,
+                departures=False,
+            )
+        except MPI.Exception:  # A rank has failed. The call ends with an error, too, or is late.
+            if not returned.wait(min(limit, threading.TIMEOUT_MAX)):
+                late()
 
     if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
         watchdog = start_watchdog(min(INFORM_S, limit / 2), wait)

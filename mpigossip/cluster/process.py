@@ -227,14 +227,14 @@ class ExitHandler:
                 f"mpigossip: {name} ended by {self.cause}; {late}: stopping the job"
             )
             abort(comm, self.code)
-        if action is Action.EXIT_NOW:
-            _exit_now(code)
+        if action is Action.SKIP_FINALIZE:
+            exit_without_finalize(code)
         for release in self.before_finalize:
             with contextlib.suppress(MPI.Exception):  # MPI_Finalize then reports what is open
                 release(comm)
         if finalize or self.code:
             # Call it through ctypes: mpi4py would hold the interpreter's lock, which the thread of
-            # `uncaught.exit_now` needs.
+            # `uncaught.exit_with_watchdog` needs.
             ctypes.CDLL(MPI.__file__).MPI_Finalize()
 
     def _wait_for_others(self, comm: "MPI.Comm", code: int) -> Others:
@@ -274,7 +274,9 @@ class ExitHandler:
         :param finalize: True if this package has initialized MPI
         """
         if not finalize:
-            _exit_now(uncaught.code(getattr(sys, "last_value", None) or SystemExit(self.status)))
+            exit_without_finalize(
+                uncaught.code(getattr(sys, "last_value", None) or SystemExit(self.status))
+            )
 
 
 exit_handler = ExitHandler()
@@ -294,10 +296,10 @@ def exit_after_failure(code: int) -> None:
     with contextlib.suppress(Exception):
         request = exit_handler.survivors.Ibarrier()
         Deadline(LEAVE_S).wait(request.Test, lambda: "other ranks still run")
-    _exit_now(code)
+    exit_without_finalize(code)
 
 
-def _exit_now(code: int) -> NoReturn:
+def exit_without_finalize(code: int) -> NoReturn:
     """End this process without MPI_Finalize and without the exit functions of the interpreter."""
     sys.stdout.flush()
     sys.stderr.flush()

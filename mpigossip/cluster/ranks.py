@@ -138,7 +138,10 @@ class World(Communicator):
 
         def has_failed_ranks() -> bool:
             self.comm.Iprobe()  # lets MPI notice failures
-            return self.comm.Get_failed().size > 0
+            failed = self.comm.Get_failed()
+            count = failed.size
+            failed.Free()
+            return count > 0
 
         try:
             Deadline(NOTICE_S).wait(has_failed_ranks, lambda: "MPI reports no failed rank")
@@ -269,7 +272,7 @@ class World(Communicator):
             name = "" if others is Others.SAME_ERROR else self._name
             uncaught.write_stderr(uncaught.format_error(error, name, f"all {self.size} ranks"))
         if ACTIONS[Cause.of(error), others] is Action.FINALIZE:
-            uncaught.exit_now(exit_handler.code)
+            uncaught.exit_with_watchdog(exit_handler.code)
         if error_keys is not None:
             uncaught.wait_turn(self.rank)
         self.abort(exit_handler.code)

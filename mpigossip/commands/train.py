@@ -128,7 +128,10 @@ def _simulate(options) -> int:
 
 
 def _job_of(folder: Path) -> dict:
-    """Return the job of the newest checkpoint; {} if unreadable, which all ranks report later."""
+    """Return the job of the newest checkpoint, or {} if it can't be read.
+
+    All ranks report an unreadable checkpoint later.
+    """
     from mpigossip.config import JobError
     from mpigossip.config.reading import read
     from mpigossip.store import StoreError, checkpoint

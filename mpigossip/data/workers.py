@@ -186,7 +186,8 @@ def _endless(stream: IterableDataset, first: int, stride: int) -> Iterator[Any]:
             yield sample
         if not has_samples:
             raise ValueError(
-                f"it returned no sample for node {first} of {stride} in a complete pass"
+                f"a complete pass returned at most {first} samples: it must return at least "
+                f"{stride}, one for each node that reads the stream"
             )
 
 

@@ -165,7 +165,7 @@ class FragmentExchange:
         return type(needs)(*(self._gather_state(*pair, columns) for pair in pairs))
 
     def _apply(self, x: torch.Tensor, k: int, fragment: int, weight: float) -> None:
-        """Apply received values of a fragment to the x of segment k."""
+        """Blend the received elements of a fragment into the parameters x of segment k."""
         for c in self.fragments.cuts[k][fragment]:
             _blend(x[:, c], self._received[k][:, c], weight)
 

@@ -172,7 +172,7 @@ class Stopwatch:
     def lap(self, name: str) -> None:
         """Count the time since the last lap for the activity ``name``."""
         now = time.perf_counter()
-        waited = self._mixer.wait_seconds
+        waited = self._wait_seconds()
         idle = min(waited - self._waited, now - self._at)
         self.seconds[name] += now - self._at - idle
         self.seconds["idle_s"] += idle
@@ -182,7 +182,12 @@ class Stopwatch:
     def skip(self) -> None:
         """Exclude the time since the last lap from the step."""
         self._at = time.perf_counter()
-        self._waited = self._mixer.wait_seconds
+        self._waited = self._wait_seconds()
+
+    def _wait_seconds(self) -> float:
+        """Return the seconds for which the mixers have waited for other nodes so far."""
+        others = self._mixer.state_mixers.values()
+        return self._mixer.wait_seconds + sum(mixer.wait_seconds for mixer in others)
 
     def end(self) -> dict[str, float]:
         self.counting = False

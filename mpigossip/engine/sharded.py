@@ -127,7 +127,10 @@ class ShardedLayout:
         return self.by_slot[slot].column_ranges
 
     def _parameters(self, array: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
-        """Yield, for each parameter, its sharded dimension and views of its shards in a row."""
+        """Yield, for each parameter, its sharded dimension and a view of each of its shards.
+
+        :param array: all parameters of a node, with the shards of one slot after the other
+        """
         shards = array.chunk(self.slots)
         views = [layout.views(shard) for layout, shard in zip(self.by_slot, shards, strict=True)]
         yield from zip(self.dims, zip(*views, strict=True), strict=True)

@@ -214,7 +214,10 @@ def quadratic_limit(
         rate
     """
     if graph.period is None or graph.n > spectral.LARGE:
-        raise GraphError(f"{graph!r}: a limit needs a period and at most {spectral.LARGE} nodes")
+        raise GraphError(
+            f"{graph!r}: the limit of D-PSGD is computed only for graphs with a period and at most "
+            f"{spectral.LARGE} nodes: choose such a graph"
+        )
     limits = []
     for b, a in zip(centre.T, curvature.T, strict=True):
         map_ = np.eye(graph.n)

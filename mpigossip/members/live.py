@@ -376,7 +376,7 @@ class FolderExchange:
 
     def _is_replaced(self, version: Round) -> bool:
         """Return whether a place that is not closed has removed the model of this version."""
-        listed = self.place.disk.exists(f"models/{version.file}")
+        listed = all(self.place.disk.exists(f"models/{shard.file}") for shard in version.files)
         return not listed and self.place.refresh(version.place).closed is None
 
     def newest(self, versions: list[Round], limit: int) -> tuple[list[Round], list[NodeState]]:

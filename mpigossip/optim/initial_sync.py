@@ -47,6 +47,8 @@ def _describe(tensor: torch.Tensor) -> str:
 def settings_of(job: Job) -> Facts:
     """Return the settings that must be equal on all nodes."""
     sections = config.as_dict(job)
+    periods = sections["algorithm"]["average_state"]
+    sections["algorithm"]["average_state"] = dict(sorted(periods.items()))
     if job.node.mixer == "asynchronous" and job.cadence.name == "every":
         # Asynchronous nodes do not wait for each other, so their periods may differ.
         sections["cadence"].pop("period")

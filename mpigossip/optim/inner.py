@@ -91,7 +91,7 @@ class OptimizerState:
     def _pairs(self, name: str, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each parameter's array ``name``, and the parameter's part of ``flat``.
 
-        :raises JobError: if an optimizer has state, but no such array
+        :raises JobError: if an optimizer has made steps, but has no such array
         """
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for row, optimizer in enumerate(self._optimizers):
@@ -102,6 +102,12 @@ class OptimizerState:
                 names |= arrays.keys()
                 if name in arrays:
                     pairs.append((local_shard(arrays[name]), view))
+            has_gradients = any(p.grad is not None for p in self._vector.rows[row])
+            if not names and has_gradients:
+                raise JobError(
+                    f"average_state = {{{name!r}: …}}: {optimizer_name(optimizer)} keeps no arrays "
+                    "with these options: remove average_state, or choose another optimizer"
+                )
             if names and name not in names:
                 raise JobError(
                     f"average_state = {{{name!r}: …}}: the state of {optimizer_name(optimizer)} "

@@ -122,8 +122,8 @@ def _sharded(model: nn.Module, world: World | None) -> bool:
     others = [n for n, p in model.named_parameters() if p.requires_grad and not is_sharded(p)]
     if shards and others:
         raise JobError(
-            f"{parameter_list(others)} aren't sharded, but others are, so that their gradients "
-            "would not be averaged inside the node: call "
+            f"{parameter_list(others)} aren't sharded, although other parameters are. The "
+            "gradients of unsharded parameters would not be averaged inside the node: call "
             "fully_shard(model, mesh=world.node_mesh()) on the whole model, too, after its layers"
         )
     return bool(shards)

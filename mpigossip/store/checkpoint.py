@@ -178,9 +178,9 @@ def commit(
         path = temporary / entry.file
         if not path.is_file() or path.stat().st_size != entry.bytes:
             raise StoreError(
-                f"{path} was written by node {entry.node}, but node 0 can't see it: checkpoints "
-                "need a file system that all nodes share; set run.output to a folder on such a "
-                "file system"
+                f"{path} was written by node {entry.node}, but on the host of node 0 it is missing "
+                f"or does not have {entry.bytes:,} bytes: checkpoints need a file system that all "
+                "nodes share; set run.output to a folder on such a file system"
             )
     final = folder(run, step)
     old = final.with_suffix(".old")

@@ -348,14 +348,14 @@ def _plain(kind: h5t.TypeID, within: int = 0) -> bool:
 def array(
     objects: dict[str, Any], path: str, kind: str | None = None, ndim: int | None = None
 ) -> Any:
-    """Read the dataset at a path.
+    """Return the dataset at a path as a NumPy array, after a check of its dtype and dimensions.
 
     :param objects: objects by path, as :func:`check_objects` returns them
     :param path: path of the dataset
-    :param kind: NumPy type such as "<f4", or letters of NumPy's kinds of types such as "iu"; None:
-        any type
+    :param kind: required dtype such as "<f4", or accepted values of `dtype.kind` such as "iu";
+        None: any dtype
     :param ndim: number of dimensions; None: any number
-    :raises ValueError: if there is no such dataset, or if it has another type or number of
+    :raises ValueError: if there is no such dataset, or if it has another dtype or number of
         dimensions
     """
     data = dataset(objects, path)
@@ -370,7 +370,7 @@ def rows(objects: dict[str, Any], path: str, kinds: str) -> list[tuple]:
 
     :param objects: objects by path, as :func:`check_objects` returns them
     :param path: path of the dataset
-    :param kinds: letter of NumPy's kind of type for each member, such as "Si"
+    :param kinds: value of `dtype.kind` for each member, such as "Si"
     :raises ValueError: if there is no such dataset, or if its members are of other kinds
     """
     table = array(objects, path, "V", 1)

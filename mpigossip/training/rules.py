@@ -674,7 +674,31 @@ def _unknown_array(launch: Launch) -> Verdict:
     }
 
 
+def _spoils_averages_of_state(parts: JobParts) -> Verdict:
+    """Return why the rounds of the graph do not average arrays such as v; None if they do."""
+    periods = parts.job.algorithm.average_state
+    graph = parts.graph
+    if not periods or graph.n == 1 or ExchangeKind.GOSSIP not in parts.cadence.kinds:
+        return None
+    if graph.name == "ceca":
+        reason = 'each round of the graph "ceca" only permutes the arrays of the nodes'
+    elif "row-stochastic" not in graph.facts:
+        reason = "rows of the mixing matrix do not sum to one, so that the arrays would be scaled"
+    elif "signed" in graph.facts:
+        reason = "the graph has negative weights, so that an average of g² could be negative"
+    else:
+        return None
+    return {"setting": _show_average_state(periods), "reason": reason}
+
+
 AVERAGED_STATE: Table[JobParts] = (
+    (
+        Rule(
+            _spoils_averages_of_state,
+            "{setting}: {reason}",
+            "remove algorithm.average_state, or choose another graph.name or graph.weights",
+        ),
+    ),
     (
         Rule(
             lambda parts: not takes_local(parts.job.algorithm.name) and _averages_state(parts),

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 import mpigossip
+from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.config import JobError
+from mpigossip.config.errors import NonFiniteError
 from mpigossip.engine.state_averages import local_arrays
 from mpigossip.training import assemble
 from mpigossip.training.parts import make_graph, make_parts
@@ -179,6 +181,27 @@ def test_a_loop_averages_the_arrays_of_all_its_optimizers(ranks):
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_an_array_with_infinite_values_is_not_sent():
+    settings = ["model.name=mlp", "data.workers=0", "node.devices=cpu:1", "data.batch=8"]
+    made = assemble.load({}, [*ADAM.split(), *settings, "algorithm.average_state={second=2}"])
+    trainer = assemble.assemble(made, SingleProcess(), 3).trainer
+    for _ in range(3):
+        trainer.step()
+    local_arrays(trainer.engine.states[0])["second"][1, 5] = float("inf")
+    with pytest.raises(NonFiniteError, match=r"step 3: 1 values of the array second that node 1"):
+        trainer.step()
+
+
+def test_an_optimizer_without_arrays_is_rejected_at_the_first_average():
+    model = nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"average_state": {"momentum_buffer": 1}}
+    gossip = mpigossip.Gossip(SingleProcess(), model, inner, "dsgd", **options)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(JobError, match="SGD keeps no arrays"):
+        gossip.step()
+
+
 @with_world
 def wrong_loop(world):
     model = nn.Linear(2, 2)
@@ -198,12 +221,16 @@ REFUSED = {
     f"{ADAM} algorithm.average_state={{exp_avg_sq=4}}": "use first or second",
     f"{BOTH} node.mixer=asynchronous": "do not make equal rounds",
     f"{BOTH} run.survive=true": "do not survive a rank failure",
+    f"{BOTH} graph.name=ceca": "only permutes",
+    f"{BOTH} graph.name=star graph.weights=laplacian": "negative weights",
+    "algorithm.name=sgp local.name=adamw graph.name=star graph.weights=push "
+    "algorithm.average_state={second=4}": "rows of the mixing matrix do not sum to one",
 }
 
 
 @on_each("settings", REFUSED)
 def test_errors_name_the_setting_and_a_remedy(settings):
-    problems = assemble.mistakes(assemble.load({}, settings.split()), 4)
+    problems = assemble.mistakes(assemble.load({}, settings.split()), 5)
     assert any(REFUSED[settings] in text and "; " in text for text in problems), problems
 
 

@@ -125,6 +125,27 @@ def test_a_rank_that_stops_in_a_blocking_call_is_named(ranks):
         )
 
 
+def a_rank_leaves_after_its_part(comm):
+    """Let rank 1 close its world while rank 0 still waits in a gather for rank 2."""
+    from mpigossip.cluster import collectives, waits
+
+    before = waits.DEPARTURE_GRACE_S
+    waits.DEPARTURE_GRACE_S = 0.5
+    try:
+        with world(timeout_s=30) as w:
+            if w.rank == 2:
+                w.comm.Ibarrier().Wait()
+                time.sleep(5)
+                return w.comm.gather(None)
+            return collectives.TimeoutComm.of(w.comm, 30.0).gather(w.rank)
+    finally:
+        waits.DEPARTURE_GRACE_S = before
+
+
+def test_a_rank_that_leaves_after_its_part_of_a_blocking_call_ends_no_job(ranks):
+    assert ranks(3)(a_rank_leaves_after_its_part, timeout=60) == [[0, 1, None], None, None]
+
+
 def calls_while_mixers_open(comm):
     """Return the names of blocking calls without and with a limit while mixers open."""
     from mpi4py import MPI

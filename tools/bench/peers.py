@@ -140,7 +140,7 @@ class Neighbour:
         self.t += 1
 
     def ends(self) -> tuple[float, float]:
-        """Return the smallest and the largest element."""
+        """Return the smallest and the largest element of this rank's array."""
         return float(self.x.min()), float(self.x.max())
 
 

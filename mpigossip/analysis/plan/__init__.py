@@ -79,7 +79,11 @@ def parallel(job: Job) -> Job:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction for one choice on n nodes: seconds, bytes and transient iterations."""
+    """Prediction for one combination of graph, cadence and wire on n nodes.
+
+    Times are in seconds per step, per epoch (``epoch_s``) and per run (``total_s``). ``transient``
+    is the number of iterations before a linear speedup.
+    """
 
     graph: str
     cadence: str
@@ -160,7 +164,7 @@ def predict(
         return None
     timing = Timing(prediction, _coding(machine, prediction), per_tensor=per_tensor)
     (exchange, hidden), waiting = timing.mean_s(), timing.waiting_s()
-    step = timing.steady_s + exchange - hidden + waiting
+    step = timing.step_s()
     per_epoch = what.steps_per_epoch(n)
     return Prediction(
         choice.graph,

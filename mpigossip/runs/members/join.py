@@ -138,11 +138,13 @@ def _train(live: FolderExchange, member: Member, folder: Path, world: World) -> 
     flat = member.engine.vector.flat
     facts = about(flat.names, flat.shapes, member.engine.group.devices)
     watched = None
+    folder_s = None
     try:
-        folder_s = live.decide(lambda: seconds_per_round(place.disk))
         while not live.ended():
             if live.stopping():
                 raise StopRequested
+            if folder_s is None:
+                folder_s = live.decide(lambda: seconds_per_round(place.disk))
             with live.stay():
                 member.begin(live.begin(facts))
                 places.append(place.number)

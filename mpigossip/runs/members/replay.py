@@ -137,8 +137,8 @@ class ReplayLog:
         """Return the versions of the models on which a round depends.
 
         The first round of a place depends on the models with which the place started. Any other
-        round depends on the model of the previous round and, if there was a peer, on the peer's
-        model and on the place's own model of the same age.
+        round depends on the place's model of its previous round. If it averaged with a peer, it
+        also depends on the peer's model, and on the place's own model of the age of that model.
         """
         if version.round == 1:
             if version.place not in self.starts:
