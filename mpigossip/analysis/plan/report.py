@@ -102,6 +102,7 @@ def _assumptions(machine: Machine, job: Job) -> list[list[str]]:
         ("update", _time(machine.update_s), "update"),
         ("jitter of computing", f"{machine.jitter:.1%}", "jitter"),
         ("sum of two vectors", _rate(machine.combine_rate), "sum"),
+        ("encoding of a wire", _rate(machine.encode_rate), "coding"),
         ("latency of a message", _time(machine.latency_s), "latency"),
         ("bandwidth of a node", _rate(machine.bandwidth), "bandwidth"),
     ]
