@@ -247,7 +247,7 @@ class Gossip(RunDirectoryMixin):
         2. `WholeExchange.send` (engine/whole.py), which asks the mixer for the outbox, and passes
            x, g (None if ``raw``) and the outbox to the ``send`` of the algorithm;
         3. ``send`` (algorithms/gossip.py), which passes them to `Local.adapt`;
-        4. `LoopNode._adapt` (optim/node.py), which is this function ``adapt``;
+        4. `LoopNode._adapt` (optim/node.py), which is the function ``adapt`` of that `Local`;
         5. `local_step_from_optimizers` (optim/inner.py), which copies x to the outbox, binds the
            parameters to the outbox and calls step() of the inner optimizer. The outbox then holds
            the adapted model; x has not changed;
@@ -255,10 +255,10 @@ class Gossip(RunDirectoryMixin):
            algorithm replaces x by the average of the messages of this node and its in-neighbours.
 
         An algorithm that is ahead has already sent x at the end of the previous step, unless
-        overlap is "never", and takes its local step in ``receive``. A LOCAL step calls the
-        algorithm's ``local_update``, if it has one, which adapts x in place. With fragments,
-        engine/fragments.py replaces engine/whole.py. Finally, publish() copies x to the parameters
-        of 16-bit models.
+        overlap is "never" or the mixer is asynchronous, and takes its local step in ``receive``.
+        A LOCAL step calls the algorithm's ``local_update``, if it has one, which adapts x in place.
+        With fragments, engine/fragments.py replaces engine/whole.py. Finally, publish() copies x to
+        the parameters of 16-bit models.
         """
         self._begin_step()
         lr, skipped = self._take_gradients()
@@ -267,7 +267,7 @@ class Gossip(RunDirectoryMixin):
         self._end_step()
 
     def _begin_step(self) -> None:
-        """Close the log of the previous step, and move all parameters to the flat memory.
+        """Pass the previous step to the hooks, and move edited parameters to the flat memory.
 
         :raises JobError: if parameters were changed while they were being sent
         """

@@ -261,7 +261,10 @@ class LoopNode:
         )
 
     def restart_exchanges(self) -> None:
-        """Restart the exchanges at round 0, with none in flight; collective over all nodes."""
+        """Open the mixer again, with no exchange in flight, so that any round may follow.
+
+        Collective over all nodes.
+        """
         # The rounds of a synchronous mixer must be consecutive.
         waits = self.mixer.synchronous
         if self.engine.index or self.edits.in_flight or (waits and self.engine.round):

@@ -118,7 +118,8 @@ class Run:
         self._states: Sequence[NodeState] = ()
         self._lost: list[str] = []
         self.saved_at: int | None = None
-        """Step of this node at the last attempt to save."""
+        """Step that needs no other checkpoint: the last one for which a save was attempted, or the
+        step of the checkpoint from which the run has resumed exactly. None: no step."""
         self._stop_step: int | None = None
         self.state = State.READY
         self.stopped = False

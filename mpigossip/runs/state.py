@@ -182,7 +182,8 @@ def restore(
     rows = node.mixer.local_nodes
     fits = manifest.n == node.mixer.n
     first = checkpoint.read_node(path, rows[0] if fits else 0, manifest)
-    # If the run does not resume exactly, all nodes take the counters of node 0.
+    # Nodes that do not take their own state take the counters of node 0. If only the method
+    # differs, each node keeps its own counters, whose step is equal on all nodes.
     if fits and not node.resumes_exactly(manifest, first):
         first = checkpoint.read_node(path, 0, manifest)
         fits = False
