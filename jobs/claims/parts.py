@@ -50,13 +50,17 @@ def warm_periodic(*, warm: Count = 0, period: Positive = 16) -> Cadence:
 
 
 def relative_qsr(
-    *, period: Positive = 4, share: AboveZero = 2.0, peak: AboveZero, total: Positive | None = None
+    *,
+    period: Positive = 4,
+    share: AboveZero = 2.0,
+    peak: AboveZero = 0.1,
+    total: Positive | None = None,
 ) -> Cadence:
     """Build QSR with α = ``share`` · ``peak``, where ``peak`` is the largest learning rate."""
     return cadence.qsr(period=period, alpha=share * peak, total=total)
 
 
-def evenly(*, count: Positive, total: Positive | None = None) -> Cadence:
+def evenly(*, count: Positive = 4, total: Positive | None = None) -> Cadence:
     """Build a cadence: ``count`` GLOBAL steps at equal distances, of which the last ends the run.
 
     Distances differ by at most one step, so that ``count`` need not divide ``total``.
@@ -220,7 +224,11 @@ LAG = 20
 
 
 class Paced(torch.nn.Module):
-    """Model whose steps take given times, because it sleeps; it does not sleep in the simulator."""
+    """Model that sleeps in each training step, so that the step takes a given time.
+
+    It does not sleep in the simulator. When only the last `LAG` entries of ``seconds`` are left, it
+    sends SIGTERM to its own process, which ends the run.
+    """
 
     def __init__(self, inner: torch.nn.Module, padding: int, seconds: Sequence[float]):
         super().__init__()

@@ -76,7 +76,7 @@ class BuilderSpec:
         return getattr(import_module(module), name)
 
     def following(self, options: Mapping[str, Any], context: Any) -> dict[str, Any]:
-        """Compute the options that a job leaves unset by the rules in `follows`.
+        """Compute values for the options that a job leaves unset, by the rules in `follows`.
 
         :param options: options of the job, by name; an option of value None counts as unset
         :param context: argument that is passed to each rule

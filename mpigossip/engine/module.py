@@ -114,9 +114,10 @@ class ModuleParameters:
         return grad.to_dense() if grad.is_sparse else grad
 
     def _module_paths(self, row: int) -> list[tuple[nn.Module, str, nn.Module]]:
-        """Return parent, key and child of each submodule that contains a trained parameter.
+        """Return (parent, key, submodule) for each submodule that contains a trained parameter.
 
-        A tied parameter is contained in several submodules that do not contain each other.
+        ``key`` is the name of the submodule in its parent. A parameter that is tied between several
+        modules contributes the submodules on all of its paths.
         """
         trained = {id(p) for p in self.rows[row]}
         paths: dict[tuple[int, str], tuple[nn.Module, str, nn.Module]] = {}

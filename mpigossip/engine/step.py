@@ -277,7 +277,7 @@ class Engine:
 
         The result is empty in all processes of the node but the first.
 
-        :param row: row of the node
+        :param row: index of the node among the local nodes
         :param targets: arrays by name of an earlier call, which are overwritten. Arrays for other
             names are allocated; None: all arrays are allocated
         """
@@ -295,7 +295,7 @@ class Engine:
 
         :param arrays: result of :meth:`pack_state`
         :param numbers: result of :meth:`numbers`
-        :param row: row of the node
+        :param row: index of the node among the local nodes
         """
         for name, parts in self.parts().items():
             scatter_row(arrays[name], parts, row, self.vector.flat, local_shards(self.group))

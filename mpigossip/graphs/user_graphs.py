@@ -280,7 +280,10 @@ def _edges(edges: Any, n: int, directed: bool, path: Path) -> SparseMatrix:
     if len(pairs) and (pairs.min() < 0 or pairs.max() >= n):
         raise GraphError(f'graph file "{path}": an edge leads outside the nodes 0 … {n - 1}')
     if (pairs[:, 0] == pairs[:, 1]).any() or len(np.unique(ends, axis=0)) < len(ends):
-        raise GraphError(f'graph file "{path}": an edge occurs twice or joins a node to itself')
+        raise GraphError(
+            f'graph file "{path}": an edge occurs twice or joins a node to itself: list each edge '
+            "once; in an undirected graph, [0, 1] and [1, 0] are the same edge"
+        )
     source, to = pairs.T
     if not directed:
         source, to = np.concatenate((pairs, pairs[:, ::-1])).T

@@ -113,8 +113,11 @@ def _check(state: Any, flat: ParameterLayout) -> None:
 
 def _array(name: str, array: Any, size: int, kind: torch.dtype = torch.float32) -> None:
     if not torch.is_tensor(array) or array.dtype != kind or array.shape != (size,):
-        text = f"{array.dtype} {tuple(array.shape)}" if torch.is_tensor(array) else type(array)
-        raise ValueError(f"{name} is {text}, not {size} of {kind}")
+        is_tensor = torch.is_tensor(array)
+        text = f"{array.dtype} {tuple(array.shape)}" if is_tensor else type(array).__name__
+        raise ValueError(
+            f"{name} is {text}: it must be a one-dimensional tensor of {size} elements of {kind}"
+        )
 
 
 def check_step(world: World, entry: dict[str, Any] | None) -> None:

@@ -216,7 +216,10 @@ def _traffic(engine: Engine, graph: Graph, world: World) -> str:
 
 
 def _state(engine: Engine, graph: Graph) -> str:
-    """Describe the bytes that a node sends for arrays of the local step, or ""."""
+    """Describe the bytes that a node sends to average arrays of the local step.
+
+    The result is "" if none is averaged.
+    """
     averages = engine.averages
     if averages is None:
         return ""

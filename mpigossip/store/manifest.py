@@ -253,7 +253,10 @@ def check_counters(numbers: dict[str, Number], step: int) -> dict[str, Number]:
     for name in [name for name in numbers if name == "seconds" or name.startswith("spent/")]:
         seconds = numbers[name]
         if not isinstance(seconds, int | float) or not 0 <= seconds < MOST:
-            raise ValueError(f"{name[:40]} = {str(seconds)[:40]}: must be 0 or more")
+            raise ValueError(
+                f"{name[:40]} = {str(seconds)[:40]}: must be a number of seconds, at least 0 and "
+                f"less than {MOST}"
+            )
     return numbers
 
 

@@ -33,7 +33,7 @@ def test_without_a_gpu_it_says_so_and_ends_with_3(warm):
 
 @pytest.mark.every
 def test_a_row_is_rehearsed_on_the_double_and_stands_in_a_file(tmp_path):
-    done = check("--double", "--only", "denormals", "--out", str(tmp_path / "out"))
+    done = check("--double", "--only", "denormal", "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "out/GPU_RESULTS.json").read_text())
     (row,) = result["rows"]

@@ -629,11 +629,11 @@ def none_there(disk: RecordStore) -> str:
 
 
 def of_something_else(disk: RecordStore, name: str) -> str:
-    """Return an error message if a folder contains other files than a training, otherwise "".
+    """Return an error message if a folder contains files that belong to no training, otherwise "".
 
     :param disk: the folder
-    :param name: name of the file with the job; if it exists, another member has begun the training
-        meanwhile
+    :param name: name of the file with the job. If the folder contains it, the result is "": another
+        member has begun the training meanwhile
     """
     names = set(disk.names(""))
     if name in names or names <= {*FOLDERS, "STOP"}:

@@ -204,8 +204,8 @@ class ReplayLog:
         inputs = self.inputs(version)
         if missing := [dependency for dependency in inputs if dependency not in self.models]:
             raise StoreError(
-                f"{record_name(*version)} depends on {missing[0]}, which is later: one of the two "
-                "records is wrong; replace it by a copy"
+                f"{record_name(*version)} depends on {record_name(*missing[0])}, which is later: "
+                "one of these two records is wrong; replace it by an intact copy of the file"
             )
         models = [self.models[dependency] for dependency in inputs]
         for dependency in inputs:
