@@ -352,7 +352,7 @@ def test_invalid_data_are_reported_before_training_starts(user_module, function,
             r'a batch of the samples \d+, … of "train": RuntimeError.*equal size',
         ),
         (1, returning(Endless()), r'stream of "train": ValueError.*__iter__ returns self'),
-        (0, returning(Counts(1)), r"no sample for node 1 of 2"),
+        (0, returning(Counts(1)), r"at most 1 samples"),
     ],
 )
 def test_data_that_fail_during_training_are_reported(user_module, workers, function, message):

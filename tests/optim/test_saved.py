@@ -159,24 +159,24 @@ NONE = "this is not a state of Gossip: "
 FORGED = {
     "nothing": (whole, NONE),
     "lacks a part": (without("arrays"), f"{NONE}it lacks 'arrays'"),
-    "shorter": (set_entry("model", lambda m: m[:-1]), r"\(14,\), not 15 of torch.float32"),
+    "shorter": (set_entry("model", lambda m: m[:-1]), r"\(14,\).* 15 elements of torch.float32"),
     "longer": (
         set_entry("model", lambda m: torch.cat([m, m])),
-        r"\(30,\), not 15 of torch.float32",
+        r"\(30,\).* 15 elements of torch.float32",
     ),
     "whole numbers": (
         set_entry("model", torch.Tensor.int),
-        "torch.int32 .*, not 15 of torch.float32",
+        "torch.int32 .*.* 15 elements of torch.float32",
     ),
     "doubles": (
         set_entry("model", torch.Tensor.double),
-        "torch.float64 .*, not 15 of torch.float32",
+        "torch.float64 .*.* 15 elements of torch.float32",
     ),
     "of numpy": (
         set_entry("model", torch.Tensor.numpy),
-        "model is .*numpy.*, not 15 of torch.float32",
+        "model is ndarray.* 15 elements of torch.float32",
     ),
-    "of two axes": (set_entry("model", lambda m: m[None]), r"\(1, 15\), not 15 of torch.float32"),
+    "of two axes": (set_entry("model", lambda m: m[None]), r"\(1, 15\).* 15 elements"),
     "transposed": (set_entry("shapes", [[4, 3], [3]]), "a model with other parameters"),
     "names": (
         set_entry("names", ["bias", "weight"]),
