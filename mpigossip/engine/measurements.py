@@ -225,27 +225,32 @@ def check_message(
     if not vectors:
         return
     totals = torch.stack([part.sum() for part in vectors])
-    check = partial(_check_totals, engine, engine.index, segment, vectors, columns)
+    check = partial(reject_non_finite, engine, engine.index, segment, vectors, columns)
     if not engine.mixer.check_later(now.kind, now.round, segment, totals, check):
         check(totals.cpu())  # the host waits for the GPU only here
 
 
-def _check_totals(
+def reject_non_finite(
     engine: Any,
     step: int,
     segment: int,
     vectors: Sequence[torch.Tensor],
     columns: Sequence[slice],
     totals: torch.Tensor,
+    array: str = "",
 ) -> None:
-    """Raise NonFiniteError if a vector, whose sum is in ``totals``, has non-finite elements."""
+    """Raise NonFiniteError if a vector, whose sum is in ``totals``, has non-finite elements.
+
+    :param array: name of the array of the local step that the vectors contain; "": a message
+    """
+    values = f"values of the array {array}" if array else "values"
     for part, total in zip(vectors, totals.tolist(), strict=True):
         if math.isfinite(total):
             continue
         for node, row in zip(engine.mixer.local_nodes, part, strict=True):
             if len(invalid := row.isfinite().logical_not().nonzero()):
                 raise NonFiniteError(
-                    f"step {step}: {len(invalid):,} values that node {node} was about to "
+                    f"step {step}: {len(invalid):,} {values} that node {node} was about to "
                     "send are NaN or infinite, the first in "
                     f"{_parameter(engine.vector, segment, columns, int(invalid[0]))}; they "
                     "were not sent. The cause may be its data, its gradients or a learning rate "

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 
-from mpigossip.config.errors import NonFiniteError
+from mpigossip.engine.measurements import reject_non_finite
 from mpigossip.engine.vector import named_arrays
 from mpigossip.mixing.base import ExchangeKind
 
@@ -87,33 +86,15 @@ class StateAverages:
         mixer = engine.mixer.state_mixers[name]
         out = mixer.outbox(t)
         engine.group.on_shards(lambda k: self.arrays.read(engine, name, k, out[k][0]))
-        _check_finite(engine, name, [arrays[0] for arrays in out])
+        # The check of the model's message does not find these values: if g² overflows, the step of
+        # Adam is 0.
+        for k, arrays in enumerate(out):
+            total = arrays[0].sum().view(1)
+            columns = [slice(0, arrays[0].shape[1])]
+            reject_non_finite(engine, engine.index, k, arrays[:1], columns, total, name)
         mixer.start(self.kind, t)
         _, mixed = mixer.finish()
         engine.group.on_shards(lambda k: self.arrays.write(engine, name, k, mixed[k][0]))
         for row, count in enumerate(mixer.bytes_sent):
             engine.mixer.bytes_sent[row] += count
             mixer.bytes_sent[row] = 0
-
-
-def _check_finite(engine: Any, name: str, arrays: Sequence[torch.Tensor]) -> None:
-    """Reject an array that must not be sent.
-
-    The check of the model's message does not find these values: if g² overflows, the step of Adam
-    is 0. On a GPU, the host waits for the result.
-
-    :param engine: the engine
-    :param name: name of the array
-    :param arrays: the array of each segment, (rows, elements of the segment)
-    :raises NonFiniteError: if it contains NaN or infinity
-    """
-    for array in arrays:
-        if math.isfinite(float(array.sum())):
-            continue
-        for node, row in zip(engine.mixer.local_nodes, array, strict=True):
-            if count := int(row.isfinite().logical_not().sum()):
-                raise NonFiniteError(
-                    f"step {engine.index}: {count:,} values of the array {name} that node {node} "
-                    "was about to send are NaN or infinite; they were not sent: clip the gradients "
-                    "(algorithm.clip_norm), or use a smaller learning rate"
-                )
