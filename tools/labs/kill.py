@@ -236,7 +236,8 @@ def signals(options, top: Path, draw: random.Random) -> Iterator[Series]:
     """Send a signal to a random rank of a run, which has to end in time with a complete checkpoint.
 
     The phase of the run in which this happens alternates. After SIGSTOP, the other ranks have two
-    time limits of at least 10 s, because they may wait in two collective calls. After SIGTERM, the
+    time limits of at least 10 s, because they may wait in two collective calls; a busy machine
+    extends the limit of the whole end (``tests.launch.patience``). After SIGTERM, the
     exit code has to be 75, or 0 if the run was at its end. Afterwards, an interrupted run is
     resumed for a few steps; its digest has to equal the digest of an uninterrupted run.
     """
@@ -303,7 +304,7 @@ def interrupted(
         if not mark:
             with contextlib.suppress(ProcessLookupError, IndexError):
                 os.kill(run.ranks()[chosen], getattr(signal, f"SIG{name}"))
-        limit_s = 2 * max(STARTS_S, 10) + 30
+        limit_s = (2 * max(STARTS_S, 10) + 30) * launch.patience()
         while run.process.poll() is None:
             if time.monotonic() > began + limit_s:
                 stuck(f"no end within {limit_s:g} s", run)
