@@ -25,7 +25,8 @@ import mpigossip
 from mpigossip.analysis.findings import GRACE_S, Finding, Findings, merged, report, watched
 from mpigossip.cluster.launcher import LaunchError
 from mpigossip.cluster.local_devices import resolve_auto, slots_of
-from mpigossip.cluster.ranks import SingleProcess, World, world
+from mpigossip.cluster.mpi_world import MPIWorld, open_world
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config.errors import Failure
 from mpigossip.config.readable import pluralize
 from mpigossip.groups import devices
@@ -69,9 +70,9 @@ def examine(options) -> int:
     :return: exit code: 0 if the machine is ready, otherwise 1
     """
     findings = Findings()
-    ranks: SingleProcess | World = SingleProcess()
+    ranks: SingleProcess | MPIWorld = SingleProcess()
     try:
-        ranks = world(options.timeout)
+        ranks = open_world(options.timeout)
     except LaunchError as error:
         if error.rank:
             return 1

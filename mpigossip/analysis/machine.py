@@ -122,7 +122,7 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
     not change it. All values are means over ranks.
     """
     from mpigossip.cluster.nodes import isolate_node
-    from mpigossip.cluster.ranks import SingleProcess
+    from mpigossip.cluster.world import SingleProcess
     from mpigossip.groups import devices
     from mpigossip.training import assemble
 

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from mpigossip.analysis import trials
 from mpigossip.analysis.findings import Finding, Findings, watched
 from mpigossip.analysis.timing import stopwatch
-from mpigossip.cluster.ranks import World
+from mpigossip.cluster.mpi_world import MPIWorld
 from mpigossip.config.errors import Failure, UserError
 from mpigossip.config.readable import pluralize
 from mpigossip.graphs import Graph, graph
@@ -36,7 +36,7 @@ LEVELS = "SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE"
 
 
 def all_tests(
-    options, world: World, slots: Sequence[str], devices: str, findings: Findings
+    options, world: MPIWorld, slots: Sequence[str], devices: str, findings: Findings
 ) -> None:
     """Run all tests that need MPI, and add their findings.
 
@@ -82,7 +82,7 @@ def all_tests(
         )
 
 
-def attempted(world: World, name: str, work: Callable[[], Finding]) -> Finding:
+def attempted(world: MPIWorld, name: str, work: Callable[[], Finding]) -> Finding:
     """Run a test; if it raises an error on any rank, return a finding about that. Collective.
 
     Such a finding has the level "wrong" and names the rank and its error.
@@ -107,7 +107,7 @@ def attempted(world: World, name: str, work: Callable[[], Finding]) -> Finding:
     return Finding(name, "failed", "wrong", f"{where}{more}: {first}")
 
 
-def sums(world: World, slots: Sequence[str], timeout_s: float) -> Finding:
+def sums(world: MPIWorld, slots: Sequence[str], timeout_s: float) -> Finding:
     """Test the sums over the slots of each node, with each implementation (`node.sums`)."""
     count = len(slots) * world.nodes.per_node
     elements = 1 << 20
@@ -118,7 +118,7 @@ def sums(world: World, slots: Sequence[str], timeout_s: float) -> Finding:
     return Finding("node", text, data={"slots": count, "bytes_per_second": rates})
 
 
-def library(world: World) -> Finding:
+def library(world: MPIWorld) -> Finding:
     """Report the MPI library, its thread level, its way to send, and the number of ranks."""
     name = " ".join(MPI.Get_library_version().split("\n")[0].split())[:80].strip("\0 ")
     level = next(
@@ -161,7 +161,7 @@ def library(world: World) -> Finding:
 # -- puts -------------------------------------------------------------------------------------
 
 
-def puts(world: World, test_graph: Graph, size: int, activities: list[str]) -> Finding:
+def puts(world: MPIWorld, test_graph: Graph, size: int, activities: list[str]) -> Finding:
     """Test MPI's Put and Flush from all ranks to their out-neighbours at the same time.
 
     :param world: all ranks
@@ -190,7 +190,7 @@ def puts(world: World, test_graph: Graph, size: int, activities: list[str]) -> F
     return _judge(world, links, problems, size)
 
 
-def _targets(world: World, test_graph: Graph, t: int) -> list[tuple[int, int]]:
+def _targets(world: MPIWorld, test_graph: Graph, t: int) -> list[tuple[int, int]]:
     """Return the targets of this rank's puts in round ``t``: (rank, index in its inbox).
 
     They are its out-neighbours. A single rank puts to itself.
@@ -203,7 +203,7 @@ def _targets(world: World, test_graph: Graph, t: int) -> list[tuple[int, int]]:
     ]
 
 
-def _round(world: World, test_graph: Graph, t: int, size: int, window) -> list:
+def _round(world: MPIWorld, test_graph: Graph, t: int, size: int, window) -> list:
     """Measure the puts of round ``t``; return (from, to, seconds, seconds) for each link.
 
     The first time is for a small put, the second for a large one. Each is the shortest time of some
@@ -232,7 +232,7 @@ def _round(world: World, test_graph: Graph, t: int, size: int, window) -> list:
     return [(world.rank, target, *seconds) for (target, _), seconds in best.items()]
 
 
-def _check(world: World, test_graph: Graph, t: int, size: int, memory: np.ndarray) -> list[str]:
+def _check(world: MPIWorld, test_graph: Graph, t: int, size: int, memory: np.ndarray) -> list[str]:
     sources = [0] if world.size == 1 else [int(j) for j in test_graph.neighbours(t, world.rank)[0]]
     return [
         f"rank {world.rank} received wrong data from rank {source}"
@@ -241,7 +241,7 @@ def _check(world: World, test_graph: Graph, t: int, size: int, memory: np.ndarra
     ]
 
 
-def _judge(world: World, links: list, problems: list[str], size: int) -> Finding:
+def _judge(world: MPIWorld, links: list, problems: list[str], size: int) -> Finding:
     gathered = world.gather((links, problems))
     if gathered is None:
         return Finding("put", "")
@@ -285,7 +285,7 @@ def _judge(world: World, links: list, problems: list[str], size: int) -> Finding
 # -- GPU-awareness ----------------------------------------------------------------------------
 
 
-def gpu_awareness(world: World, on_gpus: bool) -> Finding:
+def gpu_awareness(world: MPIWorld, on_gpus: bool) -> Finding:
     """Report whether the MPI library says that it supports GPU memory.
 
     The exchanges between GPUs, which are tested separately, show whether that is true.

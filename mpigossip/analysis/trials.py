@@ -20,8 +20,7 @@ from mpigossip.analysis.findings import Finding
 from mpigossip.analysis.timing import stopwatch, take_turns
 from mpigossip.cluster.local_devices import slots_of
 from mpigossip.cluster.process_groups import is_gpu
-from mpigossip.cluster.ranks import SingleProcess
-from mpigossip.cluster.world import World
+from mpigossip.cluster.world import SingleProcess, World
 from mpigossip.config import Job
 from mpigossip.config.readable import pluralize
 from mpigossip.graphs import Graph

@@ -1,7 +1,7 @@
 """How a process with an open world ends: one table of causes and states of the other ranks.
 
 A process determines the state of the other ranks at two points: in the exception hook
-(`World._uncaught` in `ranks`), if an exception was not caught, and at the exit of the interpreter
+(`MPIWorld._uncaught`), if an exception was not caught, and at the exit of the interpreter
 (`ExitHandler._leave` in `process`). At each point, :data:`ACTIONS` contains its next action. The
 table does not apply to a fork, nor to the exit of a rank that has survived the failure of another
 rank. Both exit without `MPI_Finalize`.

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpigossip.cluster.agreement import Communicator, with_timeout
+from mpigossip.cluster.communicator import Communicator, with_timeout
 from mpigossip.cluster.world import Nodes, World
 from mpigossip.config import JobError
 from mpigossip.config.readable import pluralize

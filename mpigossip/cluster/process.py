@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpigossip.cluster import deadline, uncaught
+from mpigossip.cluster import deadline, exception_reports
 from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, prctl, start_watchdog
 from mpigossip.cluster.endings import ACTIONS, Action, Cause, Others
 from mpigossip.cluster.launcher import job_id, launcher_ranks
@@ -214,7 +214,7 @@ class ExitHandler:
             return
         if MPI.Is_finalized():
             return
-        code = self.code or uncaught.code(
+        code = self.code or exception_reports.code(
             getattr(sys, "last_value", None) or SystemExit(self.status)
         )
         exit_after_failure(code)
@@ -223,7 +223,7 @@ class ExitHandler:
         if action is Action.ABORT:
             name = f"rank {comm.rank} on {MPI.Get_processor_name()}"
             late = f"other ranks still run (waited {LEAVE_S:g} s)"
-            uncaught.write_stderr(
+            exception_reports.write_stderr(
                 f"mpigossip: {name} ended by {self.cause}; {late}: stopping the job"
             )
             abort(comm, self.code)
@@ -234,7 +234,7 @@ class ExitHandler:
                 release(comm)
         if finalize or self.code:
             # Call it through ctypes: mpi4py would hold the interpreter's lock, which the thread of
-            # `uncaught.exit_with_watchdog` needs.
+            # `exception_reports.exit_with_watchdog` needs.
             ctypes.CDLL(MPI.__file__).MPI_Finalize()
 
     def _wait_for_others(self, comm: "MPI.Comm", code: int) -> Others:
@@ -275,7 +275,7 @@ class ExitHandler:
         """
         if not finalize:
             exit_without_finalize(
-                uncaught.code(getattr(sys, "last_value", None) or SystemExit(self.status))
+                exception_reports.code(getattr(sys, "last_value", None) or SystemExit(self.status))
             )
 
 

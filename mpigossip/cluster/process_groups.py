@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from mpigossip.cluster.agreement import with_timeout
+from mpigossip.cluster.communicator import with_timeout
 from mpigossip.cluster.deadline import LONGEST_S, SHORTEST_S, WaitTimeoutError
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import Failure, JobError

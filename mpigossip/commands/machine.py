@@ -154,14 +154,14 @@ def _bench(options) -> None:
     import torch
 
     from mpigossip.analysis.bench import MEASURES, save
-    from mpigossip.cluster.ranks import world
+    from mpigossip.cluster.mpi_world import open_world
     from mpigossip.graphs import BUILDERS, graph
 
     torch.set_num_threads(1)
     for name in options.graphs or ():
         if name not in BUILDERS and not name.startswith("file:"):
             graph(name, 2)
-    with world() as ranks:
+    with open_world() as ranks:
         speaks = ranks.rank == 0
         rows = []
         if speaks and not options.json:
@@ -271,13 +271,14 @@ def _plan(options) -> None:
     from mpigossip.analysis.dryrun import launched
     from mpigossip.analysis.machine import examine
     from mpigossip.analysis.plan import coded
-    from mpigossip.cluster.ranks import SingleProcess, world
+    from mpigossip.cluster.mpi_world import open_world
+    from mpigossip.cluster.world import SingleProcess
     from mpigossip.config import JobError
     from mpigossip.training import assemble
     from mpigossip.training.shape import with_ranks
 
     _check_plan(options)
-    with world() if (launched() or 1) > 1 else SingleProcess() as ranks:
+    with open_world() if (launched() or 1) > 1 else SingleProcess() as ranks:
         with ranks.raise_together(JobError):
             job = assemble.load(options.job or SIZED, options.settings)
             given = _given(options)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from mpigossip.cluster.agreement import CollectiveError
+from mpigossip.cluster.communicator import CollectiveError
 from mpigossip.cluster.world import World
 from mpigossip.config import Job
 from mpigossip.engine.step import Engine

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpigossip.cluster.agreement import CollectiveError
+from mpigossip.cluster.communicator import CollectiveError
 from mpigossip.cluster.world import World
 from mpigossip.config import Job
 from mpigossip.config.errors import UserError
@@ -22,7 +22,7 @@ from mpigossip.runs.printer import Printer, print_line
 from mpigossip.runs.progress import Progress, Tally, shares
 from mpigossip.runs.recorder import Recorder
 from mpigossip.runs.saver import Saver
-from mpigossip.runs.state import restore, snapshot
+from mpigossip.runs.snapshot_and_restore import restore, snapshot
 from mpigossip.runs.stopper import Stopper, end_of_allocation
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpigossip.cluster.agreement import CollectiveError
+from mpigossip.cluster.communicator import CollectiveError
 from mpigossip.cluster.world import World
 from mpigossip.config import CheckpointSection
 from mpigossip.config.errors import NonFiniteError

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 
 from mpigossip.cluster.deadline import Deadline
-from mpigossip.cluster.ranks import SingleProcess, keep_alive
-from mpigossip.cluster.world import World
+from mpigossip.cluster.mpi_world import keep_alive
+from mpigossip.cluster.world import SingleProcess, World
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import pluralize, print_note
 from mpigossip.runs.lock import lock
 from mpigossip.runs.node import Node
 from mpigossip.runs.run import Run
-from mpigossip.runs.state import from_mean, snapshot
+from mpigossip.runs.snapshot_and_restore import from_mean, snapshot
 from mpigossip.store.checkpoint import NodeState, Number
 from mpigossip.store.node_state import is_floating, over_slots
 

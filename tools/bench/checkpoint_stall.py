@@ -23,7 +23,7 @@ sys.path.insert(0, str(REPO))
 import torch  # noqa: E402
 
 from mpigossip.analysis import bench  # noqa: E402
-from mpigossip.cluster.ranks import world  # noqa: E402
+from mpigossip.cluster.mpi_world import open_world  # noqa: E402
 from mpigossip.runs.hooks import Hook  # noqa: E402
 from mpigossip.runs.job import JobNode, train  # noqa: E402
 from mpigossip.training import assemble  # noqa: E402
@@ -75,7 +75,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     arms: dict[int, list[float]] = {0: [], options.every: []}
-    with world() as ranks:
+    with open_world() as ranks:
         top = ranks.broadcast(
             tempfile.mkdtemp(dir=options.folder, prefix="stall-") if ranks.rank == 0 else None
         )

@@ -23,7 +23,7 @@ import torch
 from peers import WAIT_S, say, timed
 
 from mpigossip.analysis.bench import limit_memory
-from mpigossip.cluster.ranks import World, world
+from mpigossip.cluster.mpi_world import MPIWorld, open_world
 from mpigossip.graphs import graph
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
@@ -36,7 +36,9 @@ from mpigossip.training.evaluate import averaged_model, measure
 class Ours:
     """Contender mpigossip: a mixer averages vectors in its outbox."""
 
-    def __init__(self, ranks: World, count: int, name: str, kind=ExchangeKind.GOSSIP, copies=False):
+    def __init__(
+        self, ranks: MPIWorld, count: int, name: str, kind=ExchangeKind.GOSSIP, copies=False
+    ):
         """Open a mixer for vectors of ``count`` elements.
 
         :param ranks: all ranks
@@ -87,7 +89,7 @@ class Ours:
         return float(self.x.min()), float(self.x.max())
 
 
-def contenders(ranks: World, count: int) -> list[Any]:
+def contenders(ranks: MPIWorld, count: int) -> list[Any]:
     """Return all contenders for vectors of ``count`` elements.
 
     DDP is included with the best of three bucket sizes, which is measured here.
@@ -106,7 +108,7 @@ def contenders(ranks: World, count: int) -> list[Any]:
     return all_contenders
 
 
-def best(ranks: World, makes: Sequence[Callable[[], Any]]) -> Any:
+def best(ranks: MPIWorld, makes: Sequence[Callable[[], Any]]) -> Any:
     """Return the fastest of several variants of one contender.
 
     :param ranks: all ranks
@@ -123,7 +125,7 @@ def best(ranks: World, makes: Sequence[Callable[[], Any]]) -> Any:
     return min(tried)[2]
 
 
-def exact(ranks: World, contender: Any) -> bool:
+def exact(ranks: MPIWorld, contender: Any) -> bool:
     """Return whether a contender averages exactly.
 
     Each of n ranks begins with x = rank + 1. After ⌈log2 n⌉ rounds, every element has to be
@@ -138,7 +140,7 @@ def exact(ranks: World, contender: Any) -> bool:
     return all(ranks.comm.allgather(contender.ends() == (wanted, wanted)))
 
 
-def average(ranks: World, options) -> None:
+def average(ranks: MPIWorld, options) -> None:
     """Measure rounds of one vector with all contenders, and print the table."""
     count = options.megabytes * 10**6 // 4 // 4096 * 4096
     all_contenders = contenders(ranks, count)
@@ -184,7 +186,7 @@ class Gossip:
     Its mixer is open only during its own turns, because the progress thread would disturb others.
     """
 
-    def __init__(self, ranks: World, name: str, job: dict):
+    def __init__(self, ranks: MPIWorld, name: str, job: dict):
         """Create a trainer without its mixer."""
         self.ranks = ranks
         self.name = name
@@ -227,7 +229,7 @@ def job_of(options, algorithm: str, style: str = "atc", graph: str = "one-peer-e
     }
 
 
-def trained(ranks: World, options) -> tuple[list[Any], Any]:
+def trained(ranks: MPIWorld, options) -> tuple[list[Any], Any]:
     """Return all contenders, and the assembly whose data they share."""
     ours = [
         Gossip(ranks, "mpigossip dsgd awc (ahead)", job_of(options, "dsgd", "awc")),
@@ -251,7 +253,7 @@ def trained(ranks: World, options) -> tuple[list[Any], Any]:
     return [*ours, peers.Ddp(module(), options.lr, batches, min(tried)[1])], shared
 
 
-def accuracy(ranks: World, one: Any, shared: Any) -> float:
+def accuracy(ranks: MPIWorld, one: Any, shared: Any) -> float:
     """Return the accuracy of the averaged model; every rank tests its part of the test set."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -262,7 +264,7 @@ def accuracy(ranks: World, one: Any, shared: Any) -> float:
     return float(total[1, 0] / total[1, 1])
 
 
-def turn(ranks: World, one: Any, steps: range) -> float:
+def turn(ranks: MPIWorld, one: Any, steps: range) -> float:
     """Let a contender make some steps; return the seconds.
 
     :param ranks: all ranks; the time of the slowest is returned
@@ -275,7 +277,7 @@ def turn(ranks: World, one: Any, steps: range) -> float:
     return seconds
 
 
-def train(ranks: World, options) -> None:
+def train(ranks: MPIWorld, options) -> None:
     """Train epochs of all contenders in turn; print seconds per epoch, and accuracy."""
     all_contenders, shared = trained(ranks, options)
     if options.only:
@@ -331,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders with a word in name")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    with world() as ranks:
+    with open_world() as ranks:
         if ranks.size < 2 or ranks.size & (ranks.size - 1):
             sys.exit(
                 f"{ranks.size} ranks: averages of pairs are exact for a power of two only; start "

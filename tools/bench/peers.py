@@ -23,20 +23,20 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 from mpigossip.cluster.deadline import Deadline
-from mpigossip.cluster.ranks import World
+from mpigossip.cluster.mpi_world import MPIWorld
 from mpigossip.models import loss_and_correct
 
 MIB = 1 << 20
 WAIT_S = 120.0
 
 
-def meet(ranks: World) -> None:
+def meet(ranks: MPIWorld) -> None:
     """Wait for all ranks. This rank sleeps, because a busy wait would take another rank's core."""
     request = ranks.comm.Ibarrier()
     Deadline(WAIT_S).wait(request.Test, lambda: "not all ranks have reached the barrier")
 
 
-def timed(ranks: World, work: Callable[[], Any]) -> float:
+def timed(ranks: MPIWorld, work: Callable[[], Any]) -> float:
     """Let all ranks call ``work`` at the same time; return the seconds of the slowest rank."""
     meet(ranks)
     begin = time.perf_counter()
@@ -46,7 +46,7 @@ def timed(ranks: World, work: Callable[[], Any]) -> float:
     return max(ranks.comm.allgather(seconds))
 
 
-def say(ranks: World, line: str) -> None:
+def say(ranks: MPIWorld, line: str) -> None:
     """Print a line on rank 0."""
     if ranks.rank == 0:
         print(line, flush=True)

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 import mpigossip
 from mpigossip.analysis.timing import take_turns
-from mpigossip.cluster.ranks import world
+from mpigossip.cluster.mpi_world import open_world
 from mpigossip.graphs import graph
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import ExchangeKind, MessageLayout, Mixer
@@ -93,7 +93,7 @@ def main() -> None:
     Minima are less disturbed by other programs.
     """
     torch.set_num_threads(1)
-    with world() as ranks:
+    with open_world() as ranks:
         comm = ranks.comm
         window = MPI.Win.Allocate(4 * COUNT, 1, comm=comm)
         window.Lock_all()

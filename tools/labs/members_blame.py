@@ -20,7 +20,7 @@ LABS = Path(__file__).resolve().parent
 sys.path[:0] = [str(LABS), str(LABS.parents[1])]
 import members_loss  # noqa: E402
 
-from mpigossip.cluster.ranks import SingleProcess  # noqa: E402
+from mpigossip.cluster.world import SingleProcess  # noqa: E402
 from mpigossip.members.records import RecordStore  # noqa: E402
 from mpigossip.runs.members import fork  # noqa: E402
 from mpigossip.runs.members.member import Member  # noqa: E402

@@ -29,11 +29,11 @@ import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
-from mpigossip.cluster.ranks import SingleProcess  # noqa: E402
+from mpigossip.cluster.world import SingleProcess  # noqa: E402
 from mpigossip.members.live import FolderExchange, StopRequested, read_model  # noqa: E402
 from mpigossip.members.place import Place  # noqa: E402
 from mpigossip.members.records import RecordStore  # noqa: E402
-from mpigossip.runs import launch  # noqa: E402
+from mpigossip.runs import start_and_resume  # noqa: E402
 from mpigossip.runs.members import join, replay  # noqa: E402
 from mpigossip.runs.members.member import Member, average  # noqa: E402
 from mpigossip.studies.seeds import interval  # noqa: E402
@@ -269,7 +269,7 @@ def one(given) -> dict:
         if not simulated:
             return Lab(Path(folder) / "run", members, seed, options).run()
         job = job_of(seed, options.steps, options, f"run.output={folder}/run")
-        return launch.train(job, world, members)
+        return start_and_resume.train(job, world, members)
 
 
 def kept(run: dict, members: int, seed: int, options, simulated: bool) -> dict:

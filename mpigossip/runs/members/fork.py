@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpigossip import config
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import aligned, pluralize, print_note
 from mpigossip.members.live import digest
 from mpigossip.members.place import FOLDERS, Place, record_name
 from mpigossip.members.records import End, Record, RecordStore, Version
-from mpigossip.runs.launch import differing
 from mpigossip.runs.members.fork_schedule import (
     Change,
     ForkSchedule,
@@ -29,6 +28,7 @@ from mpigossip.runs.members.join import FORMAT, JOB, plan_of, write_checkpoint
 from mpigossip.runs.members.member import Member
 from mpigossip.runs.members.ranks import for_ranks
 from mpigossip.runs.members.replay import FORK, ReplayLog, repeat_round, training_in
+from mpigossip.runs.start_and_resume import differing
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.manifest import Number
 from mpigossip.training.assemble import Assembly, assemble, load

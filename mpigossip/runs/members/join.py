@@ -21,18 +21,18 @@ from mpigossip.config import Job, JobError
 from mpigossip.config.errors import UserError
 from mpigossip.config.readable import print_note
 from mpigossip.engine.measurements import StepMetrics
+from mpigossip.members.folder_rate import describe_slow_folder, seconds_per_round
 from mpigossip.members.live import POLL_S, FolderExchange, StopRequested, layout, read_model
 from mpigossip.members.outages import FolderUnreachable
 from mpigossip.members.parts import cut
 from mpigossip.members.place import FOLDERS, Place, TrainingPlan, record_name
-from mpigossip.members.rate import describe_slow_folder, seconds_per_round
 from mpigossip.members.records import NO_LINKS, RecordStore, Round
-from mpigossip.runs.launch import differing
 from mpigossip.runs.members.member import Member, steps_of_round
 from mpigossip.runs.members.ranks import SeveralRanks, for_ranks, world_of
 from mpigossip.runs.printer import Printer
 from mpigossip.runs.progress import Progress
 from mpigossip.runs.recorder import Recorder
+from mpigossip.runs.start_and_resume import differing
 from mpigossip.runs.stopper import Stopper, end_of_allocation
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
@@ -181,7 +181,7 @@ class _Watched:
         :param live: exchange of this member, which has a place
         :param folder: folder of the training
         :param world: ranks of this member; rank 0 writes log and output
-        :param folder_s: result of :func:`~mpigossip.members.rate.seconds_per_round`
+        :param folder_s: result of :func:`~mpigossip.members.folder_rate.seconds_per_round`
         """
         self.folder_s = folder_s
         self.world = world

@@ -19,7 +19,7 @@ from mpigossip.members.parts import Part
 from mpigossip.mixing.base import ExchangeKind, MessageArrays, MessageLayout
 from mpigossip.mixing.combine import weighted_sum
 from mpigossip.mixing.simulated import Simulated
-from mpigossip.runs.state import AVERAGED, plain, put_buffers
+from mpigossip.runs.snapshot_and_restore import AVERAGED, plain, put_buffers
 from mpigossip.store.checkpoint import NodeState, Number
 from mpigossip.training.assemble import Assembly
 

@@ -135,9 +135,9 @@ def world_of(job: Job) -> World:
     launched = launcher_ranks(os.environ)
     if job.node.ranks_per_node == 1 or not launched or launched[0][1] == 1:
         return SingleProcess()
-    from mpigossip.cluster.ranks import world
+    from mpigossip.cluster.mpi_world import open_world
 
-    return world(job.node.timeout_s)
+    return open_world(job.node.timeout_s)
 
 
 def for_ranks(job: Job, world: World) -> Job:

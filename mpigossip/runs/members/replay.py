@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import pluralize, print_note
 from mpigossip.members.live import correct_for_age, digest, read_model, rounds_late
