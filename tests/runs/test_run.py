@@ -376,7 +376,7 @@ def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
     assert launch.train(made, SingleProcess(), 2)["digest"] == digest
     told = capsys.readouterr().out
     for name, path in (("checkpoint.h5", paths[2]), ("node-0001.h5", paths[1])):
-        assert f"{path / name} " in told and f"keeps the damaged one as {path.name}.damaged" in told
+        assert f"{path / name} " in told and f"renamed to {path.name}.damaged" in told
     assert f"The run continues from {paths[0]}" in told
     assert (paths[2].with_suffix(".damaged") / "checkpoint.h5").read_bytes() == before
     for path in paths:
