@@ -301,9 +301,9 @@ class WaitMonitor:
     def next_awaited(self, awaited: Iterable[int]) -> set[int]:
         """Return the next `MAX_AWAITED` awaited ranks, which are informed after `INFORM_S`.
 
-        They are the first ones that follow this rank cyclically; an empty ``awaited`` stands for
-        all ranks. This suffices: if the ranks wait in two calls, then some rank of one call is
-        followed by a rank of the other.
+        They are the first awaited ranks that follow this rank cyclically; an empty ``awaited``
+        stands for all ranks. This suffices: if the ranks wait in two calls, then some rank of one
+        call is followed by a rank of the other.
         """
         ranks = {*awaited} or {*range(self._comm.size)}
         distance = {(rank - self._comm.rank) % self._comm.size: rank for rank in ranks}

@@ -183,7 +183,7 @@ class ForkLog(ReplayLog):
             self.models[version] = state
 
     def run(self, member: Any, recorded: Any) -> list[NodeState]:
-        """Repeat the rounds after the cut, and older ones if necessary; return the last models.
+        """Repeat the rounds after the cut, and older rounds if necessary; return the last models.
 
         :param member: `Member` of the fork's job, which trains the rounds after the cut
         :param recorded: `Member` of the recorded job, which trains older rounds

@@ -452,7 +452,7 @@ def replay(
 ) -> str:
     """Repeat a training from its records and compare the models; return a summary.
 
-    Rounds on which the requested ones depend are repeated, too, unless their models are still
+    Rounds on which the requested rounds depend are repeated, too, unless their models are still
     stored.
 
     :param folder: folder of the training
