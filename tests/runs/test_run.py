@@ -537,7 +537,7 @@ def test_local_steps_send_nothing_and_global_steps_agree():
         ("graph.name=one-peer-hypercube", 6, r"power of two nodes, got 6; .*base-2"),
         ("local.name=momentum", 2, r'"dmsgd" has its own local step'),
         ("algorithm.name=dsgd local.name=moment", 2, r"did you mean \"momentum\""),
-        ("data.batch=64", 40, r"training samples but takes 64"),
+        ("data.batch=64", 40, r"training samples, but uses 64"),
         ("data.source=nowhere.h5", 2, r"nowhere\.h5"),
         ("node.devices=cuda:0", 2, r"sees no GPU"),
         ("algorithm.name=parallel cadence.name=never", 2, r"every step"),
