@@ -525,7 +525,7 @@ def _in_fragments(parts: JobParts) -> Verdict:
 def _is_indivisible(parts: JobParts) -> Verdict:
     """Return the reason why the algorithm can't exchange fragments, and the algorithms that can.
 
-    The result is None if it can, or if the model is exchanged as a whole and without a delay.
+    The result is None if it can, or if nothing divides, delays or blends its exchanges.
     """
     setting = _in_fragments(parts)
     if not isinstance(setting, Mapping):
