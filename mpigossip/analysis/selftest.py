@@ -1,4 +1,4 @@
-"""Tests that use MPI: its library, support of GPU memory, and puts to each neighbour.
+"""Tests that use MPI: the MPI library, its support of GPU memory, and puts to each neighbour.
 
 All functions are collective; findings are complete on rank 0.
 """
@@ -83,9 +83,10 @@ def all_tests(
 
 
 def attempted(world: MPIWorld, name: str, work: Callable[[], Finding]) -> Finding:
-    """Run a test; if it raises an error on any rank, return a finding about that. Collective.
+    """Run a test and return its finding; collective.
 
-    Such a finding has the level "wrong" and names the rank and its error.
+    If the test raises an error on any rank, return a finding of the level "wrong" that names the
+    rank and its error.
 
     :param world: all ranks
     :param name: name of the finding
@@ -119,7 +120,7 @@ def sums(world: MPIWorld, slots: Sequence[str], timeout_s: float) -> Finding:
 
 
 def library(world: MPIWorld) -> Finding:
-    """Report the MPI library, its thread level, its way to send, and the number of ranks."""
+    """Report the MPI library, its thread level, its network layer, and the number of ranks."""
     name = " ".join(MPI.Get_library_version().split("\n")[0].split())[:80].strip("\0 ")
     level = next(
         name_of_level
@@ -191,9 +192,9 @@ def puts(world: MPIWorld, test_graph: Graph, size: int, activities: list[str]) -
 
 
 def _targets(world: MPIWorld, test_graph: Graph, t: int) -> list[tuple[int, int]]:
-    """Return the targets of this rank's puts in round ``t``: (rank, index in its inbox).
+    """Return the targets of this rank's puts in round ``t``, as pairs (rank, index in its inbox).
 
-    They are its out-neighbours. A single rank puts to itself.
+    The targets are the out-neighbours of this rank. A single rank puts to itself.
     """
     if world.size == 1:
         return [(0, 0)]
@@ -206,8 +207,8 @@ def _targets(world: MPIWorld, test_graph: Graph, t: int) -> list[tuple[int, int]
 def _round(world: MPIWorld, test_graph: Graph, t: int, size: int, window) -> list:
     """Measure the puts of round ``t``; return (from, to, seconds, seconds) for each link.
 
-    The first time is for a small put, the second for a large one. Each is the shortest time of some
-    repeats.
+    The first time is for a small put, the second for a large put. Each is the shortest time of
+    several repeats.
 
     :param world: all ranks
     :param test_graph: the graph
@@ -286,9 +287,9 @@ def _judge(world: MPIWorld, links: list, problems: list[str], size: int) -> Find
 
 
 def gpu_awareness(world: MPIWorld, on_gpus: bool) -> Finding:
-    """Report whether the MPI library says that it supports GPU memory.
+    """Report whether the MPI library claims to support GPU memory.
 
-    The exchanges between GPUs, which are tested separately, show whether that is true.
+    Exchanges between GPUs, which are tested separately, show whether this claim is true.
     """
     support = reported_gpu_support(world.comm)
     text = "MPI reports " + ", ".join(

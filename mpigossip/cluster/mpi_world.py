@@ -60,7 +60,7 @@ LONGEST_TIMEOUT_S = 1e8
 
 
 class MPIWorld(Communicator):
-    """The ranks of a program, opened by :func:`mpigossip.world` and closed by its ``with`` block.
+    """World of all ranks of a program, opened by :func:`mpigossip.world` in a ``with`` block.
 
     Its attributes include `rank` and `size` of this world, `hosts` with the host name of each rank,
     `nodes` (`nodes.count` nodes of `nodes.per_node` ranks each), and `comm`, an mpi4py communicator
@@ -68,8 +68,8 @@ class MPIWorld(Communicator):
 
     While the world is open, an uncaught exception in any thread of any rank aborts the whole job,
     with a message that names the rank and the host. If a rank leaves the ``with`` block with an
-    exit code other than 0, the others have `process.LEAVE_S` seconds to end, too; then it aborts
-    the job, so that no rank hangs.
+    exit code other than 0, the other ranks have `process.LEAVE_S` seconds to end, too. Afterwards,
+    the first rank aborts the job, so that no rank hangs.
 
     If MPI is `fault_tolerant` and the job `survives`, `shrink` turns this into the world of the
     survivors of a rank failure. They get new ranks; `original_ranks` are their ranks at the start.
@@ -154,8 +154,8 @@ class MPIWorld(Communicator):
     def shrink(self) -> None:
         """Continue with the survivors of a rank failure; all survivors have to call this.
 
-        Survivors that have not noticed the failure call it, too: all communicators of this world
-        are revoked, which ends their waits with an error.
+        The first call revokes all communicators of this world. This ends the waits of survivors
+        that have not noticed the failure with an error, after which they have to call this, too.
 
         :raises WaitTimeoutError: if a survivor does not call this within the time limit
         """
@@ -185,8 +185,8 @@ class MPIWorld(Communicator):
     ) -> "ProcessGroup":
         """Return the torch process group of this rank's node, for DDP; collective.
 
-        The node is the world of torch.distributed, and local ranks are its ranks. With "nccl",
-        :meth:`device` becomes the current device, and the group uses it.
+        The world of torch.distributed consists of the ranks of this node, and a rank in it is a
+        local rank. With "nccl", :meth:`device` becomes the current device, and the group uses it.
 
         :param backend: backend of torch.distributed; None: "nccl" if there are GPUs, otherwise
             "gloo"
@@ -299,7 +299,7 @@ class MPIWorld(Communicator):
 
 
 def open_world(timeout_s: float = TIMEOUT_S) -> MPIWorld:
-    """Start MPI, unless it runs already, and join all ranks of the job; call it on every rank.
+    """Return the world of all ranks of the job, after starting MPI; call it on every rank.
 
     Under a launcher (srun, mpirun) the world has the launcher's ranks; otherwise it has one rank.
 
@@ -349,7 +349,10 @@ def _open_world(timeout_s: float) -> MPIWorld:
 
 @contextlib.contextmanager
 def _threads_end_the_job(comm: "MPI.Intracomm") -> Iterator[None]:
-    """Abort the job on an exception in a thread, until the world has installed its own hooks."""
+    """Return a context manager in which an uncaught exception of any thread aborts the job.
+
+    The world is opened inside; it then installs hooks of its own.
+    """
     before = threading.excepthook
     name = f"rank {comm.rank} of {comm.size} on {os.uname().nodename}"
 
@@ -389,7 +392,7 @@ def fault_tolerant(library: str, env: Mapping[str, str]) -> bool:
 
 
 def is_rank_failure(error: BaseException) -> bool:
-    """Return whether ``error`` says that a process failed, or that another rank noticed it."""
+    """Return whether MPI reports by ``error`` that a rank has failed, seen by any rank."""
     from mpi4py import MPI
 
     failure_classes = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
@@ -409,10 +412,10 @@ def is_unspecific(error: BaseException) -> bool:
 def shrunken(comms: "Sequence[MPI.Intracomm]", timeout_s: float) -> "MPI.Intracomm":
     """Revoke all ``comms`` and return a communicator of the survivors of the first; collective.
 
-    Open MPI 5.0 has no Ishrink, so Shrink is called in a thread, which is abandoned if a survivor
-    does not call it.
+    Open MPI 5.0 has no non-blocking form of Shrink. A thread therefore calls Shrink, and is
+    abandoned if a survivor does not call this function.
 
-    :param comms: communicators to revoke
+    :param comms: communicators to revoke; the first one contains all ranks
     :param timeout_s: time limit in seconds
     :raises WaitTimeoutError: if not all survivors call this within the time limit
     """

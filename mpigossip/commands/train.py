@@ -151,7 +151,7 @@ def _begin(job: Path | dict, settings: list[str], folder: Path | None = None) ->
     """Prepare this process as a rank of a launcher, before torch and MPI are imported.
 
     :param job: path of the job file, or the job as a dict
-    :param settings: settings "section.key=value" that override those of the job
+    :param settings: settings "section.key=value" that override settings of the job
     :param folder: run directory; None: the job names it
     :return: seconds that MPI may take to start
     """
@@ -331,7 +331,11 @@ def _replay(options) -> int:
 
 
 def _check_replay(options) -> None:
-    """Raise UserError if options of `replay` exclude each other."""
+    """Check that no options of `replay` exclude each other.
+
+    :raises UserError: if two options exclude each other, or if an option requires another that is
+        missing
+    """
     is_fork = options.fork is not None
     if (is_fork or options.blame or options.audit) and (
         options.place is not None or options.rounds

@@ -47,9 +47,9 @@ class Stage(Enum):
 
 
 def prepare(job: Job, world: World) -> None:
-    """Make the world survive rank failures if `run.survive` is true and MPI is fault-tolerant.
+    """Let the world survive rank failures if `run.survive` is true and MPI is fault-tolerant.
 
-    If MPI is not fault-tolerant, print a note.
+    If `run.survive` is true but MPI is not fault-tolerant, print a note.
     """
     world.survives = job.run.survive and world.fault_tolerant
     if job.run.survive and world.comm is not None and not world.survives and world.rank == 0:
@@ -278,7 +278,7 @@ class Survival:
     def _report(
         self, world: World, lost: Sequence[str], index: Any, how: Sequence[str]
     ) -> list[str]:
-        """Print on rank 0 which ranks have failed, and how the others continue; collective.
+        """Print on rank 0 which ranks have failed and how the survivors continue; collective.
 
         :param world: ranks that continue
         :param lost: name and host of each failed rank

@@ -69,7 +69,7 @@ FORGED = {
         ),
         "another copy|checkpoint",
     ),
-    "steps": (facts(steps_per_epoch=0), "steps_per_epoch = 0, must be 1 or more"),
+    "steps": (facts(steps_per_epoch=0), "steps_per_epoch = 0, must be an integer"),
 }
 
 

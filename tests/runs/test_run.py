@@ -396,7 +396,7 @@ def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
     assert start_and_resume.train(made, SingleProcess(), 2)["digest"] == digest
     told = capsys.readouterr().out
     for name, path in (("checkpoint.h5", paths[2]), ("node-0001.h5", paths[1])):
-        assert f"{path / name} " in told and f"keeps the damaged one as {path.name}.damaged" in told
+        assert f"{path / name} " in told and f"renamed to {path.name}.damaged" in told
     assert f"The run continues from {paths[0]}" in told
     assert (paths[2].with_suffix(".damaged") / "checkpoint.h5").read_bytes() == before
     for path in paths:
@@ -557,7 +557,7 @@ def test_local_steps_send_nothing_and_global_steps_agree():
         ("graph.name=one-peer-hypercube", 6, r"power of two nodes, got 6; .*base-2"),
         ("local.name=momentum", 2, r'"dmsgd" has its own local step'),
         ("algorithm.name=dsgd local.name=moment", 2, r"did you mean \"momentum\""),
-        ("data.batch=64", 40, r"training samples but takes 64"),
+        ("data.batch=64", 40, r"training samples, but uses 64"),
         ("data.source=nowhere.h5", 2, r"nowhere\.h5"),
         ("node.devices=cuda:0", 2, r"sees no GPU"),
         ("algorithm.name=parallel cadence.name=never", 2, r"every step"),
