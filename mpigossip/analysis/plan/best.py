@@ -64,7 +64,7 @@ class Proposal:
 
 
 def _ways(job: Job, n: int) -> Iterator[Proposal]:
-    """Yield all proposals, in the order of their risk; their ``settings`` still lack the graph."""
+    """Yield all proposals by ascending risk; the caller adds the graph to their ``settings``."""
     always = ("cadence.name=always", "node.wire=fp32")
     averages = ("algorithm.average_state={}",) * bool(job.algorithm.average_state)
     reduce = ("algorithm.name=parallel", *averages, *always)
@@ -144,7 +144,7 @@ def proposals(
     n: int,
     epochs: float = 1,
 ) -> tuple[list[Proposal], dict[str, str]]:
-    """Return the proposals that fit a job, and those that do not, with the reason.
+    """Return the proposals that fit a job, and for each other proposal the reason why it does not.
 
     :param where: job file, which the settings of a proposal may follow on the command line, or a
         job as a dict
@@ -193,10 +193,11 @@ def proposals(
 
 
 def best(proposals: Sequence[Proposal], accept: Accept) -> Proposal | None:
-    """Return the proposal with the lowest risk among those that count as fast as the fastest.
+    """Return the proposal with the lowest risk among those that are about as fast as the fastest.
 
-    Only proposals whose measured cost in quality is acceptable are considered. If several have the
-    same risk, the result is the one that sends the fewest bytes.
+    A proposal is about as fast if its step takes at most `WITHIN` times as long. Only proposals
+    whose measured cost in quality is acceptable are considered. If several proposals have the same
+    risk, the result is the proposal that sends the fewest bytes.
 
     :param proposals: proposals with their predictions
     :param accept: largest acceptable cost
@@ -221,7 +222,7 @@ def text(
     n: int,
     accept: Accept,
 ) -> str:
-    """Return a table, fastest first, the conclusion, and the command to paste.
+    """Return a table of proposals, fastest first, with the conclusion and the command to run.
 
     :param job: job file
     :param proposals: proposals
