@@ -5,6 +5,8 @@ of consecutive elements of the flat parameters, which belong to its slots; of th
 same indices of all arrays of the model's size, such as momenta; and of the buffers of its slots.
 In a :class:`~mpigossip.store.checkpoint.NodeState` of a part, ``slot`` is the number of the rank,
 and ``pieces`` maps the name of each such array to its elements in the part.
+
+The ranks of a program with FSDP2 divide each parameter instead, see :mod:`mpigossip.store.rows`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mpigossip.members.records import Shard
-from mpigossip.store import StoreError
+from mpigossip.store import StoreError, rows
 from mpigossip.store.checkpoint import NodeState
 
 
@@ -93,6 +95,8 @@ def joined(parts: Sequence[NodeState]) -> NodeState:
         the names of its optimizer state
     """
     first = parts[0]
+    if rows.is_divided(first):
+        return rows.joined(parts)
     arrays: dict[str, np.ndarray] = {}
     for part in parts:
         if (part.names, part.shapes, part.pieces.keys()) != (
