@@ -16,9 +16,9 @@ from mpigossip.config.readable import pluralize
 from mpigossip.engine.step import Engine
 from mpigossip.optim.base import LIGHTNING, Wrapper
 from mpigossip.optim.node import LoopNode
-from mpigossip.runs.launch import newest
 from mpigossip.runs.lock import locked
 from mpigossip.runs.run import Run
+from mpigossip.runs.start_and_resume import newest
 from mpigossip.runs.survive import Survival
 from mpigossip.store import checkpoint
 from mpigossip.store.log import COLUMNS
@@ -199,7 +199,7 @@ class RunDirectoryMixin(Wrapper):
         self._own_run("handle_signals").stopper.listen()
 
     def exit(self) -> NoReturn:
-        """Save, and exit with code 75, for which batch scripts requeue a job; collective."""
+        """Save a checkpoint and exit with code 75, for which batch scripts requeue; collective."""
         run = self._own_run("exit")
         self._node.check_not_paused("exit()")
         run.stopped = True

@@ -25,7 +25,7 @@ from mpigossip.config.readable import pluralize
 from mpigossip.engine.sharded import gather_full, part_like
 from mpigossip.mixing.base import Mixer
 from mpigossip.optim.inner import optimizer_name
-from mpigossip.runs.state import plain
+from mpigossip.runs.snapshot_and_restore import plain
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState, Number
 
@@ -287,7 +287,7 @@ def load_kept(saved: NodeState, rank: int, keeps: Mapping[str, Any], draws: bool
 
 
 def dropped_ranks(saved: NodeState, now: int) -> list[str]:
-    """Return a message on what is lost if the number of ranks per node has changed."""
+    """Return a message about state that is lost if the number of ranks per node has changed."""
     before = int(saved.numbers.get("ranks", 1))
     if before == now:
         return []

@@ -2,9 +2,9 @@
 
 The model of a round of members is exported in the same form.
 
-Names are those of the model's own ``state_dict()``. Parameters and the statistics of normalization
-layers are averaged in float64, in the order of nodes. An evaluation does the same, so the exported
-values are bitwise identical to the values that were evaluated.
+The arrays have the names of the model's own ``state_dict()``. Parameters and the statistics of
+normalization layers are averaged in float64, in the order of nodes. Evaluations compute the average
+in the same way, so the exported values are bitwise identical to the values that were evaluated.
 """
 
 import tomllib
@@ -55,9 +55,10 @@ def export(
         anything
     :param most: largest number of bytes of the tensors in a safetensors file; a larger model is
         written to several files with an index. None: one file
-    :return: a text for the terminal: what was written, and three lines of Python that load it
-    :raises StoreError: if ``out`` has another suffix, the node does not exist, or the checkpoint is
-        damaged
+    :return: a text for the terminal: a description of the file, and three lines of Python that load
+        it
+    :raises StoreError: if ``out`` has another suffix, if the node does not exist, or if the
+        checkpoint is damaged
     """
     _check_suffix(out)
     manifest = checkpoint.read_manifest(path)
@@ -233,7 +234,7 @@ def _to_torch(tensor: Tensor) -> torch.Tensor:
 def _completed(
     manifest: Manifest, values: dict[str, np.ndarray]
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """Return the state_dict of the job's model with these values, and a note on what is missing.
+    """Return the state_dict of the job's model with these values, and a note on missing arrays.
 
     A checkpoint contains neither frozen parameters nor the second names of tied parameters, so the
     model of the job is built again to get them. If this host lacks its data or its code, only the

@@ -43,7 +43,10 @@ def node_file(path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
                 manifests.only(objects, names | ({"pieces"} if "slot" in owner else set()))
                 parameters = guard.dataset(objects, "parameters")
                 if parameters.dtype.str != "<f4" or parameters.shape != (entry.parameters,):
-                    raise ValueError(f"its parameters are {parameters.dtype} {parameters.shape}")
+                    raise ValueError(
+                        f"its parameters have the type {parameters.dtype} and the shape "
+                        f"{parameters.shape}, not float32 and {(entry.parameters,)}"
+                    )
                 yield objects
 
 

@@ -1,8 +1,8 @@
 """Models whose ranks hold rows of each parameter, as FSDP2 divides them.
 
 Rank r of k ranks holds the rows r·⌈d/k⌉ to (r + 1)·⌈d/k⌉ − 1 of each parameter with d rows, along
-its sharded dimension. Its file contains these rows of all parameters, and in ``pieces`` those of
-the tensors of the optimizer state that have the shape of their parameter.
+its sharded dimension. Its file contains these rows of all parameters. ``pieces`` contains the same rows
+of each tensor of the optimizer state that has the shape of its parameter.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ class Rows:
         first: NodeState | None = None
         for file, state in parts:
             if (state.names, state.shapes) != (self.names, self.shapes):
-                raise StoreError("its parameters differ from those of this program's model")
+                raise StoreError(
+                    "its parameters have other names or shapes than this program's model"
+                )
             theirs = shard_shapes(self.shapes, self.dims, file, files)
             for k, part in enumerate(split(state.parameters, theirs)):
                 self._copy(k, file, files, part, views[k])

@@ -249,7 +249,7 @@ def test_a_folder_whose_look_up_fails_once_is_still_a_folder(tmp_path, monkeypat
             fails(patch, "run/chain", errno.ENOENT, function=function)
             store.make("chain/000000")
     (root / "file").touch()
-    with pytest.raises(StoreError, match="move it away"):
+    with pytest.raises(StoreError, match="is not a folder"):
         store.make("file/000000")
 
 

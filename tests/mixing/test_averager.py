@@ -9,7 +9,8 @@ import torch
 
 import mpigossip
 from mpigossip import graphs
-from mpigossip.cluster.ranks import SingleProcess, World
+from mpigossip.cluster.mpi_world import MPIWorld
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.graphs import GraphError
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
@@ -196,7 +197,7 @@ def test_mistakes_raise_messages_on_every_rank(ranks):
         "like is bool of shape (4,) (ndarray)",
         "like is torch.complex64 of shape (4,) (Tensor, torch.strided on cpu)",
         "like is >f8 of shape (4,) (ndarray)",
-        'same_host = "shared": give "read" or "put"',
+        'same_host = "shared": must be "read" or "put"',
         'graph "rong" is unknown; did you mean "ring"?',
         'graph "ring" has 3 nodes, but 2 are needed',
         "rank 1 on {host}: shape is (4,) here, but (3,) on rank 0",
@@ -229,7 +230,7 @@ def in_float64(comm):
     flat = torch.nn.utils.parameters_to_vector
     back = torch.nn.utils.vector_to_parameters
     model = torch.nn.Linear(3, 1, bias=False).double()
-    with torch.no_grad(), World(comm) as world:
+    with torch.no_grad(), MPIWorld(comm) as world:
         model.weight.fill_(world.rank / 3)
         averager = mpigossip.Averager(world, "ring", like=flat(model.parameters()))
         for _ in range(3):

@@ -3,7 +3,7 @@
 import pytest
 
 from mpigossip import cli
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.members.place import Place, TrainingPlan
 from mpigossip.members.records import RecordStore
 from mpigossip.runs.members import fork as forks

@@ -69,6 +69,6 @@ def test_a_checkpoint_of_rows_has_the_digest_of_the_whole_model(tmp_path):
 
 def test_files_of_another_model_are_rejected():
     rows = Rows(0, 2, NAMES, ((7, 3), (5,), (2, 3, 6)), (0, 0, 0))
-    with pytest.raises(StoreError, match="differ from those of this program"):
+    with pytest.raises(StoreError, match="other names or shapes than this program"):
         rows.collect([(0, model())], 1)
     assert json.loads(rows.numbers[SHARDED_DIMS]) == [0, 0, 0]

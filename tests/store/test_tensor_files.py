@@ -29,11 +29,11 @@ def read_all(folder):
     if not index.exists():
         with safe_open(folder / "model.safetensors", "np") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    found = {}
+    stored = {}
     for name, path in json.loads(index.read_text())["weight_map"].items():
         with safe_open(folder / path, "np") as file:
-            found[name] = file.get_tensor(name)
-    return found
+            stored[name] = file.get_tensor(name)
+    return stored
 
 
 @pytest.mark.parametrize("most", [None, 1, 200, 10**9])
@@ -42,11 +42,11 @@ def test_safetensors_reads_equal_tensors(tmp_path, most):
     paths = write(tmp_path / "model.safetensors", tensors, {"job": "ü"}, most)
     assert sorted(paths) == sorted(tmp_path.iterdir())
     assert (len(paths) == 1) == (most in (None, 10**9))
-    found = read_all(tmp_path)
-    assert found.keys() == arrays().keys()
+    stored = read_all(tmp_path)
+    assert stored.keys() == arrays().keys()
     for name, array in arrays().items():
-        np.testing.assert_array_equal(found[name], array)
-        assert found[name].dtype == array.dtype.newbyteorder("<")
+        np.testing.assert_array_equal(stored[name], array)
+        assert stored[name].dtype == array.dtype.newbyteorder("<")
     with safe_open(paths[0], "np") as file:
         assert file.metadata() == {"job": "ü"}
 
