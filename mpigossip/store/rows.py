@@ -1,8 +1,8 @@
 """Models whose ranks hold rows of each parameter, as FSDP2 divides them.
 
 Rank r of k ranks holds the rows r·⌈d/k⌉ to (r + 1)·⌈d/k⌉ − 1 of each parameter with d rows, along
-its sharded dimension. Its file contains these rows of all parameters. ``pieces`` contains the same rows
-of each tensor of the optimizer state that has the shape of its parameter.
+its sharded dimension. Its file contains these rows of all parameters. ``pieces`` contains the same
+rows of each tensor of the optimizer state that has the shape of its parameter.
 """
 
 from __future__ import annotations
