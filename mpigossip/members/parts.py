@@ -6,7 +6,7 @@ the elements with the same indices in all arrays of the model's size, such as mo
 buffers of its slots. In a :class:`~mpigossip.store.checkpoint.NodeState` of a part, ``slot`` is the
 number of the rank, and ``pieces`` maps the name of each such array to its elements in the part.
 
-The ranks of a program with FSDP2 divide each parameter instead, see :mod:`mpigossip.store.rows`.
+Files that hold rows of each parameter instead are joined by :mod:`mpigossip.store.rows`.
 """
 
 from __future__ import annotations
