@@ -317,7 +317,7 @@ def returning(train, test=None, **more):
         (returning(Squares()), {"options": {"wide": 3}}, "unexpected keyword argument 'wide'"),
         (lambda node: squares(), {}, "parameter `node`, but returns a Dataset with a length"),
         (uneven_test_sets, {}, r'"test" .* \[4, 5\] samples'),
-        (returning(Squares(6)), {}, "3 training samples .* 4 per step"),
+        (returning(Squares(6)), {}, "3 training samples, .*4 per step"),
         (returning(Counts()), {"samples": 7}, "an epoch of 7 samples .* 2 nodes x 4"),
         (
             returning(Ragged(), collate=lambda rows: 1 / 0),

@@ -367,7 +367,7 @@ def test_order_is_a_function_of_seed_epoch_node():
     same_part = [parts[0], parts[0]]
     two = orders(same_part, 5, batch=32)
     assert not (two[0].batch_indices(0) == two[1].batch_indices(0)).all()
-    with pytest.raises(JobError, match="250 training samples .* 256 per step"):
+    with pytest.raises(JobError, match="250 training samples, .*256 per step"):
         orders(parts, 0, batch=256)
 
 

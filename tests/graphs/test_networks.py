@@ -92,7 +92,7 @@ def test_wrong_functions_and_rounds_are_rejected():
         ("drawn", {"degree": 0}, "give degree=.*got period = None, degree = 0"),
         ("drawn", {"degree": 1, "scales": 2}, "unexpected keyword argument 'scales'"),
         ("nothing", {}, "has no nothing"),
-        ("HERE", {}, "is a str"),
+        ("HERE", {}, "is of type str"),
         ("moody", {"degree": 1}, "round 0 differs between two calls"),
         ("warming", {"degree": 1}, "round 0 has 2 in-neighbours.*state degree = 2"),
     ]

@@ -126,7 +126,7 @@ def test_custom_models():
         ("something", (1, 8, 8), {}, "package.module:factory"),
         ("nowhere.at.all:net", (1, 8, 8), {}, "model.name = .*nowhere.at.all can't be imported"),
         (f"{HERE}:missing", (1, 8, 8), {}, "has no missing"),
-        (f"{HERE}:HERE", (1, 8, 8), {}, "HERE. is a str;"),
+        (f"{HERE}:HERE", (1, 8, 8), {}, "HERE. is of type str;"),
         (f"{HERE}:not_a_module", (1, 8, 8), {}, "returned tuple"),
         (f"{HERE}:wrong_width", (1, 8, 8), {}, r"\(1, 11\).* need \(1, 10\)"),
         (f"{HERE}:wide", (4,), {"widht": 2}, "wide.* the options {'widht': 2}"),

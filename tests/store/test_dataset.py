@@ -101,7 +101,7 @@ def test_pack_rejects_more_than_8_bits(tmp_path):
     root = folder_of_images(tmp_path / "images")
     pixels = np.full((9, 9), 40_000, np.uint16)
     Image.fromarray(pixels).save(root / "train/ape/0.png")
-    with pytest.raises(StoreError, match="(?s)1 of 27 files.*mode I;16: more than 8 bits"):
+    with pytest.raises(StoreError, match="(?s)1 of 27 files.*mode I;16 has more than 8 bits"):
         pack(root, tmp_path / "out.h5")
 
 

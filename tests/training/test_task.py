@@ -210,8 +210,8 @@ def test_an_invalid_result_is_reported_before_the_first_step(
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ("task.name=mine:three", 'task.name = "mine:three" is a int;'),
-        ("task.name=mine:points", "returned dict; it should return .*loss"),
+        ("task.name=mine:three", 'task.name = "mine:three" is of type int'),
+        ("task.name=mine:points", "returned dict; .*loss"),
         ("task.wait=2", "unexpected keyword argument 'wait'"),
         ("task.name=classifikation", 'unknown task; did you mean "classification"'),
         ("task.name=classification", "on a batch of"),
