@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import secrets
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from mpigossip.members.outages import FolderUnreachable, cause
+from mpigossip.members.pace import peer_weight
 from mpigossip.members.place import KEEP, LEASES, NEWEST, Fenced, Place, TooFarBehind
 from mpigossip.members.records import Round
 from mpigossip.store import StoreError, checkpoint
@@ -22,6 +24,9 @@ from mpigossip.store.manifest import Entry
 
 POLL_S = 2.0
 """Seconds after which a member that waits for a chunk reads the folder again."""
+
+MEASURED_ROUNDS = 5
+"""Number of the last rounds whose median is the measured time of a chunk."""
 
 
 class NoModel(StoreError):
@@ -139,6 +144,10 @@ class FolderExchange:
         self._stop_seen = False
         self._looked_at = float("-inf")
         self._chunk_time = 0.0
+        self._chunk_seconds: list[float] = []
+        """Seconds per chunk in each of the last rounds."""
+        self.peer_weight = 0.5
+        """Weight of the model that :meth:`receive` returned last, see `pace.peer_weight`."""
         place.disk.outages.stopping = stopping
         self._writer = ThreadPoolExecutor(1, "models")
         self._written: Future | None = None
@@ -273,7 +282,7 @@ class FolderExchange:
         return failures[0] if failures else NoModel(text)
 
     def chunk(self) -> tuple[int, int] | None:
-        """Return the next chunk to train and the progress; None after the end of the training.
+        """Return the first chunk to train and the progress; None after the end of the training.
 
         The progress is a number of chunks, which determines the learning rate. If no chunk can be
         claimed because other members train the last ones, the call waits. When all chunks are done,
@@ -299,6 +308,11 @@ class FolderExchange:
                 raise StopRequested
             time.sleep(self.poll_s)
 
+    @property
+    def chunks(self) -> int:
+        """Number of consecutive chunks to train, from the one that :meth:`chunk` returned last."""
+        return self.place.chunks
+
     def round_seconds(self) -> float:
         """Return the seconds since the last chunk was claimed, without outages of the folder."""
         return self.place.now() - self._chunk_time
@@ -310,8 +324,11 @@ class FolderExchange:
 
         :raises Fenced: if other members have closed this place
         """
-        self.written()
         place = self.place
+        seconds = self.round_seconds() / place.chunks
+        self._chunk_seconds = [*self._chunk_seconds[1 - MEASURED_ROUNDS :], seconds]
+        place.chunk_s = statistics.median(self._chunk_seconds)
+        self.written()
         draft = place.draft(int(state.numbers["index"]))
         claim = place.remaining
         saved = replace(state, arrays={})
@@ -378,6 +395,7 @@ class FolderExchange:
             state = read_model(self.place, version)
             if state is not None:
                 self.place.took(version)
+                self.peer_weight = peer_weight(self.place.chunks, version.chunks)
                 rounds = rounds_late([age for age, _ in self._last_models], version.age)
                 return correct_for_age(
                     state, self._last_models[-1][1], self._last_models[-1 - rounds][1], rounds

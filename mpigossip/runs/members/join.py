@@ -35,7 +35,7 @@ from mpigossip.training.assemble import Assembly, assemble, load
 from mpigossip.training.evaluate import Evaluation, evaluate
 from mpigossip.training.rules import check_member
 
-FORMAT = "mpigossip members 2"
+FORMAT = "mpigossip members 3"
 """Name and version of the file format."""
 JOB = "job.toml"
 """Name of the file with the job that all members share."""
@@ -205,7 +205,7 @@ class _Watched:
         peer = self.live.place.peer
         steps = self.member.steps
         # Number of steps done in the present round; 0 if the round has just ended.
-        within = self.member.done % steps
+        within = self.member.within
         # The engine has one model, and has computed its distance from itself, which is 0. The
         # distance from the average of all members is not known.
         record = replace(record, consensus_distance=float("nan"))
@@ -222,7 +222,7 @@ class _Watched:
         self.printer.step(self.shown, replace(record, index=steps_done - 1))
         if self.member.done % self.progress.job.log.flush_steps == 0:
             self._retry(self.recorder.flush)
-        if self.member.done == 2 * steps:
+        if place.round == 3 and not within:
             check_lease(place.plan.lease_s, self.live.round_seconds())
         if self.live.stopping():
             raise StopRequested
@@ -420,8 +420,11 @@ def plan_of(assembly: Assembly, lease_s: float | None = None) -> TrainingPlan:
     """
     section = assembly.parts.job.members
     chunks = -(-assembly.total_steps // steps_of_round(assembly))
-    block = max(1, min(section.claim_rounds, chunks // 64))
-    return TrainingPlan(chunks, block, section.lease_s if lease_s is None else lease_s)
+    longest = assembly.engine.cadence.longest_round
+    # If members are unequal, a block is one round of the fastest: a slow member then holds few
+    # chunks at the end, when the others wait for it.
+    block = longest if longest > 1 else max(1, min(section.claim_rounds, chunks // 64))
+    return TrainingPlan(chunks, block, section.lease_s if lease_s is None else lease_s, longest)
 
 
 def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dict[str, str]:
