@@ -1,8 +1,9 @@
-"""D², DSGT, DeTAG and QG on two graphs; 32 nodes, different data: LaTeX table and figure.
+"""Compare D², DSGT, DeTAG and QG-DmSGD on two graphs; write a LaTeX table and a figure.
 
 python compare.py
 
-DeTAG's phase is log2 n, the period of the one-peer graph (mpigossip/algorithms/README.md).
+The 32 nodes have different data. DeTAG's phase is log2 n steps, the period of the one-peer graph
+(mpigossip/algorithms/README.md).
 """
 
 from pathlib import Path

@@ -19,7 +19,7 @@ from mpigossip.training import assemble
 
 
 def main() -> int:
-    """Print the lines; the exit code."""
+    """Print the settings; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -39,12 +39,17 @@ def main() -> int:
 
 
 def points(axes: list[str]) -> list[tuple[str, ...]]:
-    """All combinations of the values of each axis, as settings."""
+    """Return all combinations of the values of the axes.
+
+    :param axes: texts of the form "section.key=value,value"
+    :return: for each combination, its settings "section.key=value"
+    :raises JobError: if an axis does not have this form
+    """
     settings = []
     for axis in axes:
         key, equals, values = axis.partition("=")
         if not equals:
-            raise JobError(f'"{axis}" is no axis: it needs the form section.key=value,value')
+            raise JobError(f'"{axis}" is no axis: write it as section.key=value,value')
         settings.append([f"{key}={value}" for value in values.split(",")])
     return list(itertools.product(*settings))
 

@@ -100,10 +100,11 @@ def _may_crash(words: Sequence[str]) -> bool:
 
 
 def _in_child(words: Sequence[str]) -> int | None:
-    """Fork a child process, which has to run the command.
+    """Fork a child process for the command, and wait for it in the parent.
 
-    Some damaged or forged files crash the HDF5 library, even after all checks that are possible
-    before. The parent process then prints a message about the crash.
+    The function returns None in the child process, where the caller then runs the command. Some
+    damaged or forged files crash the HDF5 library, even if they pass all checks that are possible
+    before HDF5 reads them. The crash then ends the child only, and the parent prints a message.
 
     :param words: words of the command line
     :return: None in the child process; in the parent, the exit code of the child
@@ -195,9 +196,12 @@ def _unprinted(error: OSError | None = None) -> bool:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments; settings may stand anywhere after the job, even after options."""
+    """Parse the arguments; without any, print the help and exit.
+
+    Settings may stand anywhere after the job, even after options.
+    """
     top = parser()
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     _check_command(top, words)
     options, remaining = top.parse_known_args(words)
     settings = getattr(options, "settings", None)

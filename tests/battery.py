@@ -1,5 +1,6 @@
-"""Drives algorithms without a model: quadratics f_i(x) = ‖x − b_i‖²/2 with noise from a seed."""
+"""Runs of algorithms on quadratics f_i(x) = ‖x − b_i‖²/2 with gradient noise, without a model."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import count
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from mpigossip.engine.fragments import FragmentExchange
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import ParameterLayout
 from mpigossip.engine.whole import WholeExchange
-from mpigossip.mixing import open_mixer
+from mpigossip.mixing import close_mixer, open_mixer
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.mixing.wire import FP32
@@ -22,7 +23,7 @@ from mpigossip.training.parts import make_graph, make_parts
 
 WIDTHS = (512, 512)
 LAYERS = (96, 64, 160, 192, 320, 128, 64)
-"""Columns of the layers; the fifth layer lies in both slots."""
+"""Number of columns of each layer; the fifth layer is divided between both slots."""
 FLAT = ParameterLayout(
     tuple(f"{k}.weight" for k in range(len(LAYERS))),
     tuple((width,) for width in LAYERS),
@@ -145,7 +146,20 @@ class Driver(Engine):
         vector.flat = FLAT
         vector.first = (0, 512)
         exchange = FragmentExchange(self.fragments) if self.fragments else WholeExchange()
-        super().__init__(self.mixer, Two(), vector, parts.methods, parts.cadence, exchange)
+        averages = parts.make_averages()
+        self.mixer.state_mixers = {
+            name: (mixer or Simulated)(self.graph, parts.state_layout)
+            for name in made.algorithm.average_state
+        }
+        super().__init__(
+            self.mixer,
+            Two(),
+            vector,
+            parts.methods,
+            parts.cadence,
+            exchange,
+            averages=averages,
+        )
 
     def _drawn(self, key, equal=False):
         rows = [np.random.default_rng([*key, 0 if equal else i]) for i in self.mixer.local_nodes]
@@ -177,6 +191,32 @@ class Driver(Engine):
         return torch.cat(self.b, dim=1).mean(0)
 
 
+class Double(Driver):
+    """Driver in float64, for a simulated mixer."""
+
+    def __init__(self, settings, n, **options):
+        def mixer(graph, layout):
+            return Simulated(graph, replace(layout, dtype=torch.float64))
+
+        super().__init__(settings, n, mixer, **options)
+
+    def _drawn(self, key, equal=False):
+        return super()._drawn(key, equal).double()
+
+
+def take_over(driver, other):
+    """Copy all that a checkpoint has of one driver to another one with the same settings."""
+    saved = {name: [part.clone() for part in parts] for name, parts in other.parts().items()}
+    for x, values in zip(driver.x, other.x, strict=True):
+        x.copy_(values)
+    for name, parts in driver.parts().items():
+        for part, values in zip(parts, saved.pop(name), strict=True):
+            part.copy_(values)
+    assert not saved
+    driver.restore_counters(other.numbers())
+    driver.restore_cadence(other.numbers())
+
+
 def driven(method, graph, x, gradient, lr=0.1, wire=FP32):
     """Yield the state after each step of nodes x, updated in place; ``gradient(t)`` is at x."""
     layout = MessageLayout((x.shape[1],), method.vectors, method.scalars, dtype=x.dtype, wire=wire)
@@ -203,4 +243,4 @@ def on_ranks(settings, world, same_host, steps):
     for each in settings:
         driver = Driver(each, world.size, windows, noise=0.1).run(steps)
         yield driver
-        driver.mixer.close()
+        close_mixer(driver.mixer)

@@ -1,4 +1,4 @@
-"""Cases of a test: many in one item, or a few by default and all with `pytest --all`; a World."""
+"""Parametrized tests: many cases in one item, or a few by default and all with `pytest --all`."""
 
 import contextlib
 import functools
@@ -10,6 +10,18 @@ from collections.abc import Callable, Collection, Iterable
 
 with contextlib.suppress(ImportError):  # tools/gpu_check.sh measures where there is none
     import pytest
+
+
+def catching(error: type[Exception]) -> tuple[list[str], Callable]:
+    """Return a list, and a function that calls another one, whose error it adds to the list."""
+    messages: list[str] = []
+
+    def catch(act: Callable, *arguments, **options) -> None:
+        with pytest.raises(error) as caught:
+            act(*arguments, **options)
+        messages.append(str(caught.value))
+
+    return messages, catch
 
 
 def on_each(names: str | Iterable[str], values: Iterable, few: Collection = ()) -> Callable:
@@ -47,7 +59,7 @@ def on_each(names: str | Iterable[str], values: Iterable, few: Collection = ()) 
 
 
 def few(cases: Iterable[str]) -> list[str]:
-    """Return the settings that have a word "section.key=value" that no earlier one has."""
+    """Return the settings that contain a word "section.key=value" which no earlier ones contain."""
     seen = set[str]()
     chosen = []
     for case in cases:
@@ -77,12 +89,15 @@ def with_world(function: Callable | None = None, *, per: int | str = 1, **limits
 
 
 def command(comm, folder, words) -> tuple[int, str, str]:
-    """`mpigossip …`, or a program, on a rank of a pool, in a folder: exit code, stdout, stderr."""
+    """Run `mpigossip …`, or a program, in a folder, on a rank of a pool; return code and output.
+
+    The output is a pair of texts: stdout and stderr.
+    """
     from mpigossip import cli
     from mpigossip.config import readable
 
     readable.noted.clear()
-    # no launcher ends the others here
+    # There is no launcher here that would end the other ranks.
     hush = cli.SILENT_EXIT_S
     cli.SILENT_EXIT_S = 0.0
     out = io.StringIO()

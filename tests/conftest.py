@@ -65,7 +65,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 
 def pytest_configure() -> None:
-    """Let SIGTERM (from `timeout` or a scheduler) end the session like Ctrl-C: fixtures clean up.
+    """Let SIGTERM, from `timeout` or a scheduler, end the session like Ctrl-C, after fixtures.
 
     Processes of tests receive Ctrl-C, too; a shell makes its background processes ignore it.
     """
@@ -112,7 +112,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[rankpool.Ranks]:
-    """`ranks(n)(function, *args, timeout=60)`: list of n results of `function(comm, *args)`.
+    """Return `ranks`: `ranks(n)(function, *args, timeout=60)` calls a function on n MPI ranks.
+
+    The result is a list of the n results of `function(comm, *args)`.
 
     The function is at the top level of a module and imports MPI inside; arguments and results are
     pickled. A rank that raises, dies or does not answer fails the test with its traceback.
@@ -125,7 +127,9 @@ def ranks() -> Iterator[rankpool.Ranks]:
 
 @pytest.fixture(scope="session")
 def mpirun() -> Callable:
-    """`mpirun(n, args, timeout=60, cwd=None, env=None)`: a CompletedProcess with text output.
+    """Return `mpirun(n, args, timeout=60, cwd=None, env=None)`, which runs a command on n ranks.
+
+    The result is a CompletedProcess with text output.
 
     n = 0 runs the command without a launcher. Processes that outlive it fail the test.
     """
@@ -152,7 +156,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch, capfd, one_thread) -> Callable:
-    """`alone(*words)`: `mpigossip …` in this process and `tmp_path`: exit code, stdout, stderr."""
+    """Return `alone(*words)`, which runs `mpigossip …` in this process and the folder `tmp_path`.
+
+    The result has the exit code, stdout and stderr.
+    """
     from mpigossip import cli
 
     monkeypatch.chdir(tmp_path)
@@ -170,7 +177,9 @@ def alone(tmp_path, monkeypatch, capfd, one_thread) -> Callable:
 
 @pytest.fixture
 def pooled(ranks, tmp_path) -> Callable:
-    """`pooled(n, *words, timeout=60)`: `mpigossip …` on n kept ranks, in `tmp_path`: as `alone`.
+    """Return `pooled(n, *words, timeout=60)`, which runs `mpigossip …` on n ranks of a pool.
+
+    It runs in the folder `tmp_path`, and its result is like that of `alone`.
 
     It can also run a program (`x.py …`). It replaces `mpirun` in tests that don't test the launch.
     """
@@ -187,7 +196,9 @@ def pooled(ranks, tmp_path) -> Callable:
 
 @pytest.fixture
 def mpistart() -> Iterator[Callable[..., launch.Launch]]:
-    """`mpistart(n, args, cwd=None, env=None, warm=False)`: a running `Launch`, to signal or kill.
+    """Return `mpistart(n, args, cwd=None, env=None, warm=False)`, which starts n ranks.
+
+    The result is a running `Launch`, which the test can signal or kill.
 
     It has `.ranks()` (process ids), `.process`, `.output()` and `.finish(timeout)`.
     """

@@ -58,6 +58,15 @@ def until(condition: Callable[[], object], seconds: float, what: str) -> None:
         time.sleep(0.02)
 
 
+def patience() -> float:
+    """Return by which factor to extend a time limit on this machine now: 1 if it is idle.
+
+    Time limits of tests are for idle cores. The factor is the number of processes that want to run
+    per core, and at most 5.
+    """
+    return min(5.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+
+
 def is_open_mpi() -> bool:
     """Return whether the launcher is Open MPI's."""
     done = subprocess.run([*launcher(), "--version"], capture_output=True, text=True)
@@ -254,8 +263,12 @@ class Launch:
         return [results[r] for r in sorted(results)]
 
     def finish(self, timeout: float = 60) -> subprocess.CompletedProcess:
-        """Wait for the end; at the deadline, kill everything and fail with the output."""
+        """Wait for the end; at the deadline, kill everything and fail with the output.
+
+        :param timeout: seconds on an idle machine
+        """
         __tracebackhide__ = True
+        timeout *= patience()
         try:
             code = self.process.wait(timeout)
             left = self._stragglers()

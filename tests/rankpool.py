@@ -12,7 +12,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 
-from tests.launch import Launch
+from tests.launch import Launch, patience
 
 KEPT = 24  # ranks that may sit idle at once: 1 + 2 + 3 + 4 + 6 + 8
 STARTUP = 60.0  # seconds for all ranks of a pool to report
@@ -74,7 +74,11 @@ class Pool:
             self.pids[rank] = pid
 
     def call(self, function: Callable, args: tuple, kwargs: dict, timeout: float) -> list:
-        """Return the results in rank order; on a failure, raise RankError and end this pool."""
+        """Return the results in rank order; on a failure, raise RankError and end this pool.
+
+        :param timeout: seconds on an idle machine
+        """
+        timeout *= patience()
         name = f"{function.__module__}.{function.__qualname__}"
         mark = sum(map(len, self.launch.output()))
         message = pickle.dumps((function, args, kwargs))

@@ -157,10 +157,7 @@ def test_auto_precision_and_tf32():
     supported = torch.cuda.is_bf16_supported(False)
     assert resolved("auto", "cuda:0") == ("bf16" if supported else "fp32")
     Precision("fp32", ["cuda:0"], 1)
-    if hasattr(torch.backends.cudnn, "conv"):
-        assert torch.backends.cudnn.conv.fp32_precision == "ieee"
-    else:
-        assert not torch.backends.cudnn.allow_tf32
+    assert torch.backends.cudnn.conv.fp32_precision == "ieee"
 
 
 def test_gpus_average_by_nccl():

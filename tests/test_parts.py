@@ -15,7 +15,7 @@ from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.commands.arguments import command
 from mpigossip.config import BuilderSpec, JobError
 from mpigossip.data import sources
-from mpigossip.mixing import compressors, wire
+from mpigossip.mixing import lossy_wires, wire
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.training import assemble
@@ -97,7 +97,7 @@ LINES = [
     (algorithms.LOCALS, "signs", signs),
     (graphs.BUILDERS, "pairs", pairs),
     (cadence.BUILDERS, "bursts", bursts),
-    (compressors.WIRES, "rounded", rounded),
+    (lossy_wires.WIRES, "rounded", rounded),
     (mixing.MIXERS, ("counting", "process"), "counting.Counting"),
     (models.BUILDERS, "line", line),
     (sources.SOURCES, "two-sides", two_sides),

@@ -64,7 +64,7 @@ def test_a_failing_call_is_shown_and_leaves_nothing_behind_and_the_next_works(ow
     """Ranks raise, hang or die; the pool starts again after each failure."""
     for failure, says in (
         (raises_on_one, ["ValueError: no good on 1", "in raises_on_one", "from ranks [0]"]),
-        (hangs, ["no answer within 3 s from ranks [1]", "to wait for ever", "in hangs"]),
+        (hangs, ["no answer within ", "from ranks [1]", "to wait for ever", "in hangs"]),
         (dies, ["rank 1: died"]),
     ):
         assert len(own(2)(sum_of_ranks, 0)) == 2
@@ -119,7 +119,7 @@ def test_mpirun_kills_at_the_deadline(mpirun, mpistart):
     code = "import time; print('begun', flush=True); time.sleep(600)"
     running = mpistart(2, [sys.executable, "-c", code])
     launch.until(lambda: running.output()[0].count("begun") == 2, 60, "both have begun")
-    with pytest.raises(pytest.fail.Exception, match=r"(?s)no end within 2 s.*begun"):
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)no end within.*begun"):
         running.finish(timeout=2)
     assert not launch.marked(running.token)
 

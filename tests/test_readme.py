@@ -27,7 +27,12 @@ FEWER = {
 }
 # Each runs in a separate process: they start MPI, or adapt to the machine.
 APART = {"doctor", "bench", "plan", "train"}
-PLACES = {"SITE": "generic-slurm", "PATH": "images", "RUN_DIR": "runs/digits", "RUN": "runs/digits"}
+PLACES = {
+    "SITE": "generic-slurm --gpus 4",
+    "PATH": "images",
+    "RUN_DIR": "runs/digits",
+    "RUN": "runs/digits",
+}
 
 
 def text(name):
@@ -119,7 +124,9 @@ def test_the_commands_of_subpackages_pages_run_as_pasted(shell, tmp_path, monkey
 
 
 @pytest.mark.every
-@pytest.mark.parametrize("page", ["install", "tutorial-digits", "choose", "symptoms"])
+@pytest.mark.parametrize(
+    "page", ["install", "tutorial-digits", "choose", "symptoms", "will-it-help", "gpt-8x8"]
+)
 def test_the_commands_of_the_site_run_as_pasted(shell, page):
     """They run in order, so that commands that read a run have one."""
     lines = commands(f"tools/docs/{page}.md")

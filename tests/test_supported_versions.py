@@ -94,7 +94,7 @@ NAMES = (
 )
 
 
-@pytest.mark.parametrize("end", ["2.6", "2.13"])
+@pytest.mark.parametrize("end", ["2.11", "2.13"])
 def test_torch_has_what_gpus_need(end):
     if torch.__version__.split("+")[0].rpartition(".")[0] != end:
         pytest.skip(f"torch {torch.__version__} is installed, not {end}")

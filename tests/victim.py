@@ -2,7 +2,11 @@
 
 A mark behind the step says inside what the rank dies, the next time from then on: `!` a flush of
 the log, behind the ranks' meeting and before the file is touched; `e` an evaluation, the others
-waiting for its part; `g` an average of all ranks, its messages on their way.
+waiting for its part; `g` an average of all ranks, its messages on their way; `x` the end of an
+exchange, whose messages are on their way.
+
+VICTIM_SIGNAL names another signal than SIGKILL, for example "STOP". A rank that survives the signal
+continues with what it was about to do.
 """
 
 import os
@@ -10,7 +14,8 @@ import runpy
 import signal
 import sys
 
-from mpigossip.mixing import averages
+from mpigossip.engine.whole import WholeExchange
+from mpigossip.mixing import exact_average
 from mpigossip.runs.hooks import Hook
 from mpigossip.store.log import LogWriter
 from mpigossip.training import evaluate
@@ -18,13 +23,27 @@ from mpigossip.training import evaluate
 PLACES = {
     "!": ("a flush", LogWriter, "append"),
     "e": ("an evaluation", evaluate, "measure"),
-    "g": ("a global average", averages, "wait_all"),
+    "g": ("a global average", exact_average, "wait_all"),
+    "x": ("an exchange", WholeExchange, "wait"),
 }
+SIGNAL = signal.Signals[f"SIG{os.environ.get('VICTIM_SIGNAL', 'KILL')}"]
 
 
 def die(where):
     os.write(2, f"a victim dies in {where}\n".encode())
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), SIGNAL)
+
+
+def die_inside(where, owner, name):
+    """Let the next call of a function send the signal first."""
+    function = getattr(owner, name)
+
+    def dying(*given, **named):
+        setattr(owner, name, function)
+        die(where)
+        return function(*given, **named)
+
+    setattr(owner, name, dying)
 
 
 class Victim(Hook):
@@ -38,15 +57,13 @@ class Victim(Hook):
             return
         if at[-1] not in PLACES:
             die("training")
-        where, owner, name = PLACES[at[-1]]
-        setattr(owner, name, lambda *_, **__: die(where))
+        die_inside(*PLACES[at[-1]])
 
 
 def armed():
     """Let a custom loop kill its process: SIGKILL in the exchange of the step, in an average (`g`),
     before the step's message is sent (`s`), in a checkpoint (`c`), or in the run's end ("end").
     """
-    from mpigossip.engine.whole import WholeExchange
     from mpigossip.runs.recorder import Recorder
     from mpigossip.store import checkpoint
 
@@ -60,7 +77,7 @@ def armed():
         if at in (f"{engine.index}", f"{engine.index}g"):
             if at.isdigit():
                 die("training")
-            averages.wait_all = lambda *_, **__: die("a global average")
+            exact_average.wait_all = lambda *_, **__: die("a global average")
         settle(exchange, engine, *given)
 
     def sent(exchange, engine, *given):

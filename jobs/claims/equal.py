@@ -33,7 +33,7 @@ def combinations(n: int, part: int = 0, parts: int = 1) -> Iterator[str]:
     :param parts: number of parts
     """
     from mpigossip import algorithms, config, graphs
-    from mpigossip.mixing.compressors import WIRES
+    from mpigossip.mixing.lossy_wires import WIRES
     from mpigossip.training import assemble
     from tests.battery import job
 

@@ -45,9 +45,9 @@ def accuracies(runs: Sequence[Line], cell: Cell) -> Accuracies:
 
 
 def ahead(results: Accuracies) -> dict[str, list[float]]:
-    """Return by how many percentage points the graph FIRST is better than each other graph.
+    """Return the percentage points by which the graph FIRST is better than each other graph.
 
-    The result has one value per seed, by graph.
+    The keys are the other graphs; each value is a list with one number per seed.
     """
     if FIRST not in results:
         return {}

@@ -23,7 +23,7 @@ from mpigossip.cluster.launcher import launcher_ranks
 from mpigossip.config import BuilderSpec
 from mpigossip.config.limits import AboveZero, Count, NotNegative, OneOrMore, Positive, Share
 from mpigossip.graphs import graph
-from mpigossip.graphs.rounds import Round
+from mpigossip.graphs.rounds import Circulant, Round
 from mpigossip.mixing.base import ExchangeKind
 
 
@@ -47,6 +47,47 @@ def warm_periodic(*, warm: Count = 0, period: Positive = 16) -> Cadence:
         ExchangeKind.GLOBAL,
         ExchangeKind.LOCAL,
     )
+
+
+def relative_qsr(
+    *,
+    period: Positive = 4,
+    share: AboveZero = 2.0,
+    peak: AboveZero = 0.1,
+    total: Positive | None = None,
+) -> Cadence:
+    """Build QSR with α = ``share`` · ``peak``, where ``peak`` is the largest learning rate."""
+    return cadence.qsr(period=period, alpha=share * peak, total=total)
+
+
+def evenly(*, count: Positive = 4, total: Positive | None = None) -> Cadence:
+    """Build a cadence: ``count`` GLOBAL steps at equal distances, of which the last ends the run.
+
+    Distances differ by at most one step, so that ``count`` need not divide ``total``.
+    """
+    steps = total or count
+    return fixed_schedule(
+        lambda index: (
+            ExchangeKind.GLOBAL
+            if (index + 1) * count // steps > index * count // steps
+            else ExchangeKind.LOCAL
+        ),
+        ExchangeKind.GLOBAL,
+        ExchangeKind.LOCAL,
+    )
+
+
+def two_rounds(n: int, seed: int, t: int) -> Circulant:
+    """Return two rounds of the one-peer exponential graph in one: W = W₂ₜ₊₁ W₂ₜ.
+
+    A node would send two messages in two rounds; the rounds in one have up to three receivers, and
+    the logged bytes are those of three messages.
+    """
+    one_peer = graph("one-peer-exponential", n)
+    first, second = (one_peer.round(2 * t + k).row() for k in (0, 1))
+    row = sum(weight * np.roll(first, k) for k, weight in enumerate(second))
+    offsets = tuple(int(k) for k in np.flatnonzero(row) if k)
+    return Circulant(n, float(row[0]), offsets, tuple(float(row[k]) for k in offsets))
 
 
 def static_first(n: int, seed: int, t: int, *, first: int = 0) -> Round:
@@ -183,7 +224,11 @@ LAG = 20
 
 
 class Paced(torch.nn.Module):
-    """Model whose steps take given times, because it sleeps; it does not sleep in the simulator."""
+    """Model that sleeps in each training step, so that the step takes a given time.
+
+    It does not sleep in the simulator. When only the last `LAG` entries of ``seconds`` are left, it
+    sends SIGTERM to its own process, which ends the run.
+    """
 
     def __init__(self, inner: torch.nn.Module, padding: int, seconds: Sequence[float]):
         super().__init__()
@@ -235,3 +280,7 @@ cadence.BUILDERS["warm-periodic"] = warm_periodic
 cadence.BUILDERS["exact-parts"] = BuilderSpec(
     exact_parts, follows={"total": lambda known: known.total}
 )
+cadence.BUILDERS["relative-qsr"] = BuilderSpec(
+    relative_qsr, follows={"total": lambda known: known.total}
+)
+cadence.BUILDERS["evenly"] = BuilderSpec(evenly, follows={"total": lambda known: known.total})

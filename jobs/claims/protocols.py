@@ -113,7 +113,7 @@ class Protocol:
             if "{data}" in str(self.study_arguments) and not (
                 self.options.data or self.options.rehearse
             ):
-                raise Failure("use --data FILE")
+                raise Failure("the data are missing: pass them as --data FILE")
             for table, study in self.tables():
                 study.plot(out=study.folder / f"curves{'-common' * bool(table)}.png")
                 for row in self.judging["row"]:

@@ -91,7 +91,7 @@ def wanted(cell: Cell, done: list[Line]) -> Iterator[Line]:
         for rate in rates:
             yield about | {"method": method, "level": "search", "lr": rate, "seed": SEARCH}
         if rates[-1] in (result := tried(cell, method, done)):
-            best[method] = best_rate([*result.values()])
+            best[method] = best_rate([*result.values()], cell.metric)
     if len(best) < len(cell.methods):
         return
     for level, share in cell.levels.items():
@@ -102,7 +102,10 @@ def wanted(cell: Cell, done: list[Line]) -> Iterator[Line]:
 
 
 def settings(cell: Cell, line: Line) -> list[str]:
-    """Return the settings of a run, with placeholders for files, so that machines may differ."""
+    """Return the settings of a run.
+
+    They have placeholders for files, so that machines may differ, and for the learning rate.
+    """
     own = [f"schedule.lr={line['lr']!r}", f"run.seed={line['seed']}"]
     return [*cell.settings, *cell.methods[line["method"]].split(), *own]
 
@@ -112,14 +115,15 @@ def train(line: Line, options: argparse.Namespace) -> Line:
     folder = options.scratch / "run"
     shutil.rmtree(folder, ignore_errors=True)
     filled = " ".join(line["settings"])
-    files = {
+    values = {
         "{data}": lambda: options.data,
         "{searched}": lambda: searched_graph(options.scratch, line["nodes"]),
         "{text}": lambda: packed_text(options.scratch),
+        "{lr}": lambda: line["lr"],
     }
-    for placeholder, make_file in files.items():
+    for placeholder, value in values.items():
         if placeholder in filled:
-            filled = filled.replace(placeholder, str(make_file()))
+            filled = filled.replace(placeholder, str(value()))
     job = assemble.load(Path(JOB), [*filled.split(), f"run.output={folder}"])
     began = time.process_time()
     try:

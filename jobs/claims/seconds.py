@@ -165,9 +165,9 @@ def goal_of(runs: dict[str, dict[int, Line]]) -> float:
 
 
 def measured(lines: Sequence[Line], links=LINKS) -> list[dict[str, Any]]:
-    """Return one row for each link and method: steps, seconds and speed-up over parallel SGD.
+    """Return a row for each link and method: steps, seconds and speed-up over parallel SGD.
 
-    Each has one value per seed.
+    Steps, seconds and speed-ups are lists with one value per seed.
     """
     runs = finals(lines)
     goal = goal_of(runs)

@@ -19,7 +19,7 @@ def read(path: Path) -> list[Line]:
 
 
 def faults(runs: Sequence[Line]) -> list[str]:
-    """Return one text for each contradiction, such as a run that is stored under two names."""
+    """Describe each contradiction between stored runs, such as a run with two different names."""
     designs = {(c.study, c.nodes, key(c.labels)): c for make in STUDIES.values() for c in make()}
     problems = list[str]()
     seen = dict[str, Line]()
@@ -69,7 +69,7 @@ def finals(runs: Sequence[Line], cell: Cell, method: str, level: str) -> dict[in
     tried = [r for r in matching if r["level"] == "search" and r["figures"]]
     if not tried:
         return {}
-    rate = float(f"{best_rate(tried) * cell.levels[level]:.3g}")
+    rate = float(f"{best_rate(tried, cell.metric) * cell.levels[level]:.3g}")
     return {r["seed"]: r for r in matching if r["level"] == level and r["lr"] == rate}
 
 

@@ -35,7 +35,7 @@ from mpigossip import algorithms
 from mpigossip.graphs import Graph, graph
 from mpigossip.graphs.spectral import spectral_gap
 from mpigossip.graphs.theory import quadratic_limit
-from mpigossip.mixing import compressors
+from mpigossip.mixing import lossy_wires
 
 SIZES = (8, 16, 32, 64)
 N = 16
@@ -155,8 +155,8 @@ def meets(
 ) -> float:
     """Return the learning rate at which the excess error equals the error of parallel SGD.
 
-    It is found by the secant method on logarithms. It is NaN if the excess is smaller at every rate
-    up to LARGEST, so that there are no transient iterations.
+    The secant method on logarithms determines this rate. The result is NaN if the excess is smaller
+    at every rate up to LARGEST, so that there are no transient iterations.
 
     :param excess: :func:`expected` or :func:`measured`
     :param gossip_graph: the graph
@@ -267,7 +267,7 @@ def choco(out: Callable[[str], None]) -> None:
             gossip_graph = graph(name, N)
             draw = torch.Generator().manual_seed(0)
             method = algorithms.build("choco", "sgd", {"consensus_step": size}, 0, gossip_graph)
-            wire = compressors.wire("top-k", 127, share, 0)
+            wire = lossy_wires.wire("top-k", 127, share, 0)
             x = torch.randn(N, 512, generator=draw)
             run = steps(method, gossip_graph, x, torch.zeros_like, 1e-30, wire)
             distances = [float((x - x.mean(0)).double().square().sum()) for x in islice(run, 200)]

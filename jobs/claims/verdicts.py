@@ -24,6 +24,7 @@ sys.path.insert(0, str(HERE))
 
 import gap  # noqa: E402
 import optimal  # noqa: E402
+import optimizers  # noqa: E402
 import parity  # noqa: E402
 import seconds  # noqa: E402
 from designs import SEEDS  # noqa: E402
@@ -193,6 +194,7 @@ def evaluate(runs: Sequence[Line]) -> Evaluation:
         "time": gain_verdicts(gains),
         "searched": parity.searched_verdicts(runs),
         "diloco": parity.diloco_verdicts(runs),
+        "optimizers": optimizers.verdicts(optimizers.claims(runs)),
     }
     pages = {
         "gap": gap.page(runs),
@@ -203,6 +205,7 @@ def evaluate(runs: Sequence[Line]) -> Evaluation:
         "links": links_page(read(LINKS)),
         "searched": parity.searched_page(runs),
         "diloco": parity.diloco_page(runs),
+        "optimizers": optimizers.page(runs),
     }
     return Evaluation(verdicts, pages)
 

@@ -127,7 +127,7 @@ class Algorithm(NamedTuple):
 
     @property
     def always_global(self) -> bool:
-        """Return whether each exchange is a global average, so that no graph is used."""
+        """Return whether each exchange is an average over all nodes, so that no graph is used."""
         return "always-global" in self.needs
 
 

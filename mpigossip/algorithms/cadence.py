@@ -6,11 +6,24 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from mpigossip.algorithms.base import NoState
 from mpigossip.config import BuilderSpec
-from mpigossip.config.limits import Count, NotNegative, Period, Positive, Share
+from mpigossip.config.limits import (
+    AboveZero,
+    Count,
+    NotNegative,
+    Period,
+    Positive,
+    Share,
+    between,
+)
 from mpigossip.config.structure import Limit
 from mpigossip.mixing.base import ExchangeKind
 
+LongPeriod = Annotated[int, between(2, 10**6, "must be at least 2, at most 10^6")]
 ByNode = Annotated[tuple[Period, ...], Limit(bool, "must name a number for each node")]
+
+
+LENIENT = 1 + 1e-9
+"""Factor that corrects the rounding error of a quotient before it is rounded down."""
 
 
 class FragmentSchedule(NamedTuple):
@@ -72,6 +85,11 @@ class Cadence(NamedTuple):
     """Number of local steps of each node in a period, if nodes differ; otherwise empty."""
     longest_round: int = 1
     """Largest number of periods that a member trains before it exchanges (`mpigossip join`)."""
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Return whether the kind of a step depends on more than its number."""
+        return self.init is not NoState
 
     @property
     def local_fraction(self) -> float:
@@ -162,8 +180,8 @@ def every(
 
     With P = ``fragments`` > 1, each fragment of the model is exchanged once per period H, at its
     own offset (Streaming DiLoCo, arXiv 2501.18512), so that a step sends at most 1/P of the model.
-    The exchange of a fragment stays open for τ = ``delay`` steps. It is then applied as x ← α ·
-    mixed + (1 − α) · x, with α = ``algorithm.blend`` and with the local steps made meanwhile in x.
+    The exchange of a fragment stays open for τ = ``delay`` steps. It is then applied as x ← γ ·
+    mixed + (1 − γ) · x, with γ = ``algorithm.blend`` and with the local steps made meanwhile in x.
 
     If ``period`` is "auto", which only members can use (`mpigossip join`), the H of each member
     follows its speed, so that the rounds of all members take equally long. The slowest member makes
@@ -352,6 +370,74 @@ def gossip_aga(*, period: Period = 4, warmup: Positive = 4, longest: Positive = 
     )
 
 
+class ByRate(NamedTuple):
+    """State of :func:`qsr`: the present period, and the learning rate of the step before."""
+
+    period: int
+    since: int
+    """Number of steps since the last exchange."""
+    rate: float
+
+
+def qsr(
+    *,
+    period: LongPeriod = 4,
+    alpha: AboveZero = 0.0175,
+    kind: Literal["global", "gossip"] = "global",
+    total: Positive | None = None,
+) -> Cadence:
+    """Exchange with a period that grows as the square of the inverse learning rate.
+
+    This is the quadratic synchronization rule, QSR (Gu et al., ICLR 2024, arXiv 2310.14423):
+
+    H = max(H₀, ⌊(α/η)²⌋),
+
+    where η is the learning rate of the first step of a period and H its number of steps. The last
+    step of a period exchanges, and so does the last step of the run. The learning rate is the same
+    on all nodes, and so is H, without a message.
+
+    The first period has H₀ steps, and so has each period in which the learning rate rises. H is
+    therefore not long in a warm-up, which begins at low rates, and becomes H₀ again if a schedule
+    restarts. The paper keeps the H of the largest rate during a warm-up instead; both are H₀ if α²
+    ≤ H₀ η² at the largest rate η.
+
+    (α/η)² is rounded down after a relative increase by 1e-9, so that α = 0.3 and η = 0.1 give 9.
+
+    :param period: H₀ in steps, at least 2, because a step is chosen to be local or not before its
+        learning rate is known, and the rate of the first step determines H
+    :param alpha: α, in units of the learning rate. The paper uses 0.2 to 0.25 for SGD with peak
+        rates of 0.8 to 1.6, and 0.01 to 0.0175 for AdamW with a peak rate of 0.008
+    :param kind: "global": average over all nodes; "gossip": make a round along the graph
+    :param total: number of steps of the run; None: the number of steps of the job, and in a custom
+        loop no step is known to be the last one
+    """
+    exchange = ExchangeKind.GLOBAL if kind == "global" else ExchangeKind.GOSSIP
+
+    def length(rate: float) -> int:
+        limit = 10**9
+        return limit if rate * limit <= alpha else max(period, int((alpha / rate) ** 2 * LENIENT))
+
+    def kind_of(state: ByRate, index: int) -> ExchangeKind:
+        is_last = state.since + 1 >= state.period or index + 1 == total
+        return exchange if is_last else ExchangeKind.LOCAL
+
+    def observe(state: ByRate, step, measured) -> ByRate:
+        rate = float(step.lr)
+        if step.kind is not ExchangeKind.LOCAL:
+            return ByRate(period, 0, rate)
+        if rate > state.rate:
+            return ByRate(period, state.since + 1, rate)
+        chosen = state.period if state.since else length(rate)
+        return ByRate(chosen, state.since + 1, rate)
+
+    return Cadence(
+        lambda: ByRate(period, 0, 0.0),
+        kind_of,
+        observe,
+        kinds=frozenset({ExchangeKind.LOCAL, exchange}),
+    )
+
+
 BUILDERS: dict[str, BuilderSpec | Callable[..., Cadence]] = {
     "always": always,
     "global": globally,
@@ -361,6 +447,7 @@ BUILDERS: dict[str, BuilderSpec | Callable[..., Cadence]] = {
     "adpsgd": BuilderSpec(adpsgd, follows={"total": lambda known: known.total}),
     "gossip-pga": gossip_pga,
     "gossip-aga": gossip_aga,
+    "qsr": BuilderSpec(qsr, follows={"total": lambda known: known.total}),
     "halves": BuilderSpec(halves, follows={"length": lambda known: known.graph.period}),
 }
 """Builder of each cadence, by its name in `cadence.name`: builder(*, option=…) -> Cadence."""

@@ -8,8 +8,15 @@ import torch
 from mpigossip.algorithms.base import Algorithm, Decay, Step, init_from, inner_update
 from mpigossip.algorithms.gossip import AVERAGING
 from mpigossip.algorithms.local import Local
+from mpigossip.algorithms.outer import OuterOptimizer
+from mpigossip.config import JobError
 from mpigossip.config.limits import AboveZero, Positive, Share
+from mpigossip.config.toml import show
 from mpigossip.mixing.base import ExchangeKind
+
+OUTER_LR = 0.7
+OUTER_BETA = 0.9
+"""Learning rate and momentum of DiLoCo's outer step in its paper."""
 
 
 class Outer(NamedTuple):
@@ -20,23 +27,38 @@ class Outer(NamedTuple):
     inner: Any
 
 
-def _outer(local: Local, kind: ExchangeKind, update: Callable) -> Algorithm:
+class ByOptimizer(NamedTuple):
+    """State: model after the last outer step, and the states of outer optimizer and local step."""
+
+    anchor: torch.Tensor
+    outer: Any
+    inner: Any
+
+
+def _outer(
+    local: Local,
+    kind: ExchangeKind,
+    update: Callable,
+    state_type: type = Outer,
+    init_outer: Callable = torch.zeros_like,
+) -> Algorithm:
     """Return D-PSGD with an outer step ``update(x, state, step)`` after each exchange of ``kind``.
 
-    The kind is GOSSIP or GLOBAL. Other exchanges average only.
+    The kind is GOSSIP or GLOBAL. Other exchanges average only. ``init_outer(x)`` makes the state of
+    the outer step, the second field of ``state_type``.
     """
 
-    def send(x, g, state: Outer, out, step: Step):
+    def send(x, g, state, out, step: Step):
         return state._replace(inner=local.adapt(x, g, state.inner, step, out[0]))
 
-    def receive(x, g, state: Outer, sent, mixed, step: Step):
+    def receive(x, g, state, sent, mixed, step: Step):
         x.copy_(mixed[0])
         if step.kind is kind and not step.waits:
             update(x, state, step)
             state.anchor.copy_(x)
         return state
 
-    init = init_from(Outer, torch.clone, torch.zeros_like, local.init)
+    init = init_from(state_type, torch.clone, init_outer, local.init)
     algorithm = Algorithm(
         init, send, receive, inner_update(local.update), raw=local.raw, needs=AVERAGING
     )
@@ -75,9 +97,10 @@ def slowmo(local: Local, *, slow_beta: Decay = 0.5, slow_lr: AboveZero = 1.0) ->
 def diloco(
     local: Local,
     *,
-    outer_lr: AboveZero = 0.7,
-    outer_beta: Decay = 0.9,
+    outer_lr: AboveZero = OUTER_LR,
+    outer_beta: Decay = OUTER_BETA,
     eager: bool = False,
+    outer: dict[str, Any] | None = None,
     nodes: Positive | None = None,
 ) -> Algorithm:
     """Take many local steps, then a Nesterov step along the change that they made.
@@ -91,14 +114,29 @@ def diloco(
     The outer step does not change the state of the local step, which is AdamW by default. One
     vector is sent in ``cadence.period`` steps.
 
+    On one node, x is the node's own model, nothing is sent, and this is SNOO (Kallusky et al. 2025,
+    arXiv 2510.15830). To find out whether several nodes gain from their exchange, compare them with
+    one node that trains on the same total batch: the outer step alone improves AdamW.
+
     :param local: local step
     :param outer_lr: α, learning rate of the outer step
     :param outer_beta: β, factor of the outer momentum
     :param eager: use eager updates (arXiv 2502.12996): a node takes its outer step at once, with
         the average of the other nodes from the period before. No node waits for the new average,
         which may arrive ``cadence.delay`` steps later
+    :param outer: optimizer that makes the outer step with the gradient Δ, instead of Nesterov's
+        momentum: ``{ name = "AdamW", lr = 0.1 }`` with a class of torch.optim that treats each
+        element by itself, and its options; None: Nesterov's momentum with α and β. torchft's DiLoCo
+        takes such an optimizer, too
     :param nodes: n, number of nodes, for ``eager``; None: the number of nodes of the graph
     """
+    if outer is not None:
+        if eager or (outer_lr, outer_beta) != (OUTER_LR, OUTER_BETA):
+            raise JobError(
+                f"algorithm.outer = {show(outer)}: replaces the outer step that eager, outer_lr "
+                "and outer_beta describe: remove these options, and write lr in algorithm.outer"
+            )
+        return _by_optimizer(local, OuterOptimizer(outer))
     if eager:
         return _eager(local, outer_lr, outer_beta, nodes or 1)
 
@@ -109,6 +147,17 @@ def diloco(
         x.add_(state.slow, alpha=-outer_lr * outer_beta)
 
     return _outer(local, ExchangeKind.GLOBAL, update)
+
+
+def _by_optimizer(local: Local, outer: OuterOptimizer) -> Algorithm:
+    """Return DiLoCo whose outer step is a step of ``outer`` at x₀, with the gradient x₀ − x."""
+
+    def update(x, state: ByOptimizer, step: Step) -> None:
+        torch.sub(state.anchor, x, out=x)
+        outer.step(state.anchor, x, state.outer)
+        x.copy_(state.anchor)
+
+    return _outer(local, ExchangeKind.GLOBAL, update, ByOptimizer, outer.init)
 
 
 class Eager(NamedTuple):
@@ -231,7 +280,7 @@ def gasloc(
     )
 
 
-class Sparse(NamedTuple):
+class SparseState(NamedTuple):
     """State: model θ after the last outer step, error e, and the local step's state."""
 
     anchor: torch.Tensor
@@ -256,14 +305,14 @@ def sparseloco(local: Local, *, outer_lr: AboveZero = 1.0, memory: Share = 0.95)
     :param memory: β, the fraction of the error e that is kept; it replaces an outer momentum
     """
 
-    def send(x, g, state: Sparse, out, step: Step):
+    def send(x, g, state: SparseState, out, step: Step):
         inner = local.adapt(x, g, state.inner, step, out[0])
         if step.kind is ExchangeKind.GLOBAL:
             state.error.mul_(memory).add_(state.anchor).sub_(out[0])
             out[0].copy_(state.error)
         return state._replace(inner=inner)
 
-    def receive(x, g, state: Sparse, sent, mixed, step: Step):
+    def receive(x, g, state: SparseState, sent, mixed, step: Step):
         if step.kind is ExchangeKind.GLOBAL:
             state.error.sub_(sent[0])
             x.copy_(state.anchor.sub_(mixed[0], alpha=outer_lr))
@@ -271,7 +320,7 @@ def sparseloco(local: Local, *, outer_lr: AboveZero = 1.0, memory: Share = 0.95)
             x.copy_(mixed[0])
         return state
 
-    init = init_from(Sparse, torch.clone, torch.zeros_like, local.init)
+    init = init_from(SparseState, torch.clone, torch.zeros_like, local.init)
     needs = frozenset({"own-wire", "never-gossip"})
     return Algorithm(init, send, receive, inner_update(local.update), raw=local.raw, needs=needs)
 

@@ -156,9 +156,22 @@ phase.
 
 
 def takes_local(name: str) -> bool:
-    """Return whether algorithm ``name`` uses a local step; if not, its own update replaces it."""
+    """Return whether algorithm ``name`` uses a local step; otherwise, it has its own update."""
     spec = spec_of(BUILDERS, name)
     return spec is not None and LOCAL in spec.implies
+
+
+def same_state(name: str, other: str) -> bool:
+    """Return whether the states of two algorithms have the same meaning.
+
+    They do if both names stand for the same function, such as "dsgd" and "cpsgd". The states of
+    other algorithms may have the same names and shapes, but a different meaning: the outer momentum
+    of "diloco" sums changes of the model, while "slowmo" sums changes divided by the rate.
+    """
+    spec, other_spec = spec_of(BUILDERS, name), spec_of(BUILDERS, other)
+    if spec is None or other_spec is None:
+        return name == other
+    return spec.made_by == other_spec.made_by
 
 
 LARGEST = 2048

@@ -83,7 +83,17 @@ def muon(
 
 
 def _matrices(layout: Any, hidden: Sequence[int], x, g, momenta, lr, decay, settings: Any) -> None:
-    """Take one step of torch's Muon in place for one row, whose arrays have the shape (P,)."""
+    """Take one step of torch's Muon in place, for one row.
+
+    :param layout: parameter layout, which returns the parameters as views of an array (P,)
+    :param hidden: indices of the parameters that Muon updates
+    :param x: parameters of the row, (P,)
+    :param g: gradient of the row, (P,)
+    :param momenta: momentum of the row, (P,)
+    :param lr: learning rate
+    :param decay: weight decay of the columns that take it
+    :param settings: further options of `torch.optim.Muon`, by name
+    """
     x, g, momenta = (layout.views(part) for part in (x, g, momenta))
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": value} for value in (decay, 0.0)]
     for k in hidden:
@@ -96,20 +106,15 @@ def _matrices(layout: Any, hidden: Sequence[int], x, g, momenta, lr, decay, sett
 
 
 def _unknown(*_: Any) -> Any:
-    raise ValueError("muon needs the parameter layout to find the matrices")
+    raise ValueError("muon needs the parameter layout to find the matrices: pass layout=…")
 
 
 def _hidden(layout: Any, adamw_for: Sequence[str]) -> list[int]:
     """Return the indices of the parameters that Muon updates.
 
-    :raises JobError: if there are no such parameters, a pattern in ``adamw_for`` matches no matrix,
-        or torch has no Muon
+    :raises JobError: if there are no such parameters, or a pattern in ``adamw_for`` matches no
+        matrix
     """
-    if not hasattr(torch.optim, "Muon"):
-        raise JobError(
-            f'local.name = "muon": torch {torch.__version__} has no torch.optim.Muon, which '
-            'torch 2.9 introduced; install a newer torch, or use "adamw"'
-        )
     matrices = [
         name
         for name, shape in zip(layout.names, layout.shapes, strict=True)

@@ -167,6 +167,13 @@ def _accelerated(z, before, mixed, eta: float, step: Step, first: bool):
     """Return (z_{r+1}, z_r) of accelerated gossip, z_{r+1} = (1 + η) W z_r − η z_{r−1}.
 
     In the first step of a phase, z_{r−1} is z_r.
+
+    :param z: z_r, (rows, p)
+    :param before: z_{r−1}, (rows, p), which is overwritten in the first step of a phase
+    :param mixed: W z_r, (rows, p)
+    :param eta: η
+    :param step: description of the step
+    :param first: whether this is the first step of a phase
     """
     if first:
         before.copy_(z)

@@ -124,6 +124,11 @@ def _opened(mixing_graph: Graph, size: int, world: World, options) -> tuple[Mixe
     """Open a mixer for a vector of at least ``size`` bytes.
 
     Return the mixer and the number of elements of the vector.
+
+    :param mixing_graph: graph of the mixer
+    :param size: bytes of the vector
+    :param world: all ranks
+    :param options: options of `mpigossip bench`
     """
     count = max(512, -(-size // 4 // 512) * 512)
     mixer = open_mixer(mixing_graph, MessageLayout((count,)), world, same_host=options.same_host)

@@ -49,7 +49,7 @@ PACKAGES = (
 
 
 @dataclass(frozen=True)
-class Machine:
+class RankReport:
     """One rank's description of its process and host."""
 
     host: str
@@ -108,7 +108,7 @@ def _together(options, ranks, findings: Findings) -> None:
     """Add the findings that need all ranks; they are complete on rank 0."""
     setting, ranks_per_node = resolve_auto(options.devices, options.ranks_per_node)
     slots = slots_of(setting)
-    machine = Machine(
+    machine = RankReport(
         host=ranks.hosts[ranks.rank],
         allowed=tuple(sorted(os.sched_getaffinity(0))),
         cores=os.cpu_count() or 1,
@@ -301,7 +301,7 @@ def hdf5(folder: Path) -> Finding:
 # -- findings that need all ranks --------------------------------------------------------------
 
 
-def hosts(machines: Sequence[Machine], several: bool = False) -> Finding:
+def hosts(machines: Sequence[RankReport], several: bool = False) -> Finding:
     """Report how many ranks run on each host.
 
     :param machines: descriptions by all ranks
@@ -342,7 +342,7 @@ def alike(texts: Sequence[str] | None) -> list[Finding]:
     return [Finding("alike", f"{len(different)} environments", "wrong", remedy)]
 
 
-def cores(machines: Sequence[Machine]) -> Finding:
+def cores(machines: Sequence[RankReport]) -> Finding:
     """Compare the number of cores that ranks may use with the number that they would keep busy."""
     tightest = min(machines, key=lambda machine: len(machine.allowed) - machine.need)
     text = (

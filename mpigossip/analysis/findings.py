@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpigossip.cluster.world import World
-from mpigossip.config.readable import print_safe
+from mpigossip.config.readable import print_safe, wrapped
 
 GRACE_S = 10.0
 """Seconds by which the other ranks wait longer than rank 0, so that it can print the findings."""
@@ -44,7 +44,8 @@ class Findings(list[Finding]):
         Findings are printed before each test, because a test may end the process.
         """
         for finding in self[self.shown :]:
-            print_safe(f"{SIGN[finding.level]:5}  {finding.name:9}  {finding.text}", flush=True)
+            head = f"{SIGN[finding.level]:5}  {finding.name:9}  "
+            print_safe(wrapped(head + finding.text, len(head) * " "), flush=True)
         self.shown = len(self)
 
 
@@ -96,7 +97,7 @@ def verdict(findings: Sequence[Finding]) -> str:
         if finding.level == "wrong"
     ]
     end = [*problems, "not ready"] if problems else ["ready"]
-    return "\n".join(["", *notes, *end])
+    return "\n".join(["", *(wrapped(line, "  ") for line in [*notes, *end])])
 
 
 def report(findings: Findings, json_requested: bool) -> None:

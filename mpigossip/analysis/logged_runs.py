@@ -1,7 +1,7 @@
 """Runs that a plot or a page compares: their logs, names, styles and training times."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -71,7 +71,7 @@ class LoggedRun:
         return metrics_in(self.log.evaluations) or own_columns(self.log)
 
     def unit(self, name: str) -> str:
-        """Return the unit of a column in parentheses; "" for a plain number."""
+        """Return the unit of a column in parentheses, such as " (s)"; "" for a plain number."""
         unit = self.log.units.get(name, "1")
         return "" if unit in ("1", "") else f" ({unit})"
 
@@ -207,8 +207,10 @@ def mean_ms(log: Log, part: str) -> float:
     return 1e3 * float(finite.mean()) if len(finite) else 0.0
 
 
-def shares(log: Log, parts: Sequence[str]) -> list[str]:
-    """Return a text for each part of a step: its name and its fraction of the total time."""
-    means = [mean_ms(log, part) for part in parts]
-    total = sum(means) or 1.0
-    return [f"{PARTS[p]} {100 * m / total:.0f} %" for p, m in zip(parts, means, strict=True)]
+def shares(milliseconds: Mapping[str, float]) -> list[str]:
+    """Return a text for each part of a step: its name and its fraction of the total time.
+
+    :param milliseconds: mean duration of each part, by its column in the log
+    """
+    total = sum(milliseconds.values()) or 1.0
+    return [f"{PARTS[part]} {100 * mean / total:.0f} %" for part, mean in milliseconds.items()]

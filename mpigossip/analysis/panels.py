@@ -156,7 +156,7 @@ def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None
 
 
 def _wide(axes: Axes, values: np.ndarray) -> None:
-    """Use a logarithmic axis if the values are positive and span more than a factor of 30."""
+    """Use a logarithmic axis for values if all are positive and span more than a factor of 30."""
     values = values[np.isfinite(values)]
     if len(values) and values.min() > 0 and values.max() > 30 * values.min():
         axes.set_yscale("log")
@@ -310,13 +310,14 @@ def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     # If the first steps and rare delays were drawn, all other steps would look equally short.
     slow = total > 5 * np.median(finite) if len(finite) else np.zeros(len(total), bool)
     values[:, slow] = np.nan
+    means = [float(np.nanmean(v)) if np.isfinite(v).any() else 0.0 for v in values]
     note = f"\n(more than 5 × the median omitted: {slow.sum()})" if slow.any() else ""
     _dress(axes, "Step time", label + note)
     shades = [SHADES[list(PARTS).index(name)] for name in parts]
     layers = axes.stackplot(
         axis.at(run, log.steps["step"]),
         [smooth(v) for v in values],
-        labels=shares(log, parts),
+        labels=shares(dict(zip(parts, means, strict=True))),
         colors=[colour for colour, _ in shades],
     )
     for layer, (_, hatch) in zip(layers, shades, strict=True):

@@ -75,7 +75,7 @@ def _gpus(slots: Sequence[str]) -> tuple[int, tuple[str, ...], list[str]]:
     """Return the number of GPUs that torch sees, the slots' GPUs, and their PCI addresses."""
     import torch
 
-    from mpigossip.training.shape import gpu_of
+    from mpigossip.cluster.local_devices import gpu_of
 
     own_gpus = [slot for slot in dict.fromkeys(slots) if slot.startswith("cuda")]
     buses = []

@@ -39,7 +39,7 @@ def plot(runs: Sequence[Path], out: Path) -> None:
 
 
 def figure(runs: Sequence[LoggedRun]) -> Figure:
-    """Return the figure.
+    """Return the figure that :func:`plot` writes.
 
     More than about ten runs are divided into groups, with one set of panels below the other.
     """

@@ -85,8 +85,9 @@ def table(log: Log) -> str:
             f"* {first} of each node on its own 1/{log.nodes} of the test samples, and the",
             "  difference from the averaged model on the same samples",
         ]
-    total = sum(mean_ms(log, part) for part in PARTS)
-    spent = f"a step takes {total:.3g} ms: {', '.join(shares(log, list(PARTS)))}"
+    means = {part: mean_ms(log, part) for part in PARTS}
+    total = sum(means.values())
+    spent = f"a step takes {total:.3g} ms: {', '.join(shares(means))}"
     lines += ["", spent if total else "no steps yet"]
     if "finished" in log.summary:
         lines += ["", describe(log.summary, who(log))]
@@ -132,7 +133,7 @@ def _logged(log: Log) -> list[Sequence[str]]:
 
 def _ranges(values: np.ndarray, form: Callable[[float], str], unit: str = "") -> list[str]:
     pairs = zip(over_nodes(np.nanmin, values), over_nodes(np.nanmax, values), strict=True)
-    return [f"{form(a)} – {form(b)}{unit}" if a == a else "–" for a, b in pairs]
+    return [f"{form(a)} to {form(b)}{unit}" if a == a else "–" for a, b in pairs]
 
 
 def _cells(values: np.ndarray | None, form: str = "") -> list[str]:

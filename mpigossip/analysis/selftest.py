@@ -19,7 +19,12 @@ from mpigossip.cluster.ranks import World
 from mpigossip.config.errors import Failure, UserError
 from mpigossip.config.readable import pluralize
 from mpigossip.graphs import Graph, graph
-from mpigossip.mixing.device.proof import reported_gpu_support
+from mpigossip.mixing.device.proof import (
+    open_mpi_pml,
+    reported_gpu_support,
+    ucx_is_threaded,
+    ucx_version,
+)
 from mpigossip.mixing.transports import probe
 
 REPEATS = 5
@@ -114,7 +119,7 @@ def sums(world: World, slots: Sequence[str], timeout_s: float) -> Finding:
 
 
 def library(world: World) -> Finding:
-    """Report the MPI library, its thread level, and the number of ranks."""
+    """Report the MPI library, its thread level, its way to send, and the number of ranks."""
     name = " ".join(MPI.Get_library_version().split("\n")[0].split())[:80].strip("\0 ")
     level = next(
         name_of_level
@@ -122,8 +127,22 @@ def library(world: World) -> Finding:
         if getattr(MPI, f"THREAD_{name_of_level}") == MPI.Query_thread()
     )
     text = f"{name}, MPI {'.'.join(map(str, MPI.Get_version()))}, thread level {level}, "
+    pml, ucx = open_mpi_pml(), ".".join(map(str, ucx_version()))
+    threaded = ucx_is_threaded()
+    if pml:
+        text += f"messages by its component {pml}, "
+    if ucx:
+        support = {None: "unknown", True: "yes", False: "no"}[threaded]
+        text += f"UCX {ucx} (THREAD_MULTIPLE: {support}), "
     text += pluralize(world.size, "rank")
     data = {"library": name, "thread_level": level, "size": world.size}
+    data |= {"pml": pml, "ucx": ucx, "ucx_threads": threaded}
+    if pml and pml != "ucx" and threaded is False:
+        remedy = (
+            f"UCX {ucx} was built without --enable-mt, so Open MPI uses {pml} in its place, which "
+            "sends over TCP between hosts: load a UCX built with --enable-mt (ucx_info -v shows it)"
+        )
+        return Finding("mpi", text, "note", remedy, data)
     if level != "MULTIPLE":
         remedy = (
             "without MULTIPLE there is no progress thread: exchanges do not overlap with "
@@ -187,8 +206,14 @@ def _targets(world: World, test_graph: Graph, t: int) -> list[tuple[int, int]]:
 def _round(world: World, test_graph: Graph, t: int, size: int, window) -> list:
     """Measure the puts of round ``t``; return (from, to, seconds, seconds) for each link.
 
-    The first time is that of a small put, the second that of a large one. Each is the shortest of
-    some repeats.
+    The first time is for a small put, the second for a large one. Each is the shortest time of some
+    repeats.
+
+    :param world: all ranks
+    :param test_graph: the graph
+    :param t: number of the round
+    :param size: bytes of the large put
+    :param window: window to put into
     """
     message = np.full(size, (world.rank + t) % 251, np.uint8)
     targets = _targets(world, test_graph, t)

@@ -94,7 +94,9 @@ def _averaged(group: Group, elements: int) -> float:
     (seconds,) = take_turns([average], least=REPEATS)
     for device, array in zip(group.devices, full, strict=True):
         if not bool((array == (group.slots - 1) / 2).all()):
-            raise GroupError(f"sums over the slots of the node are wrong on {device}")
+            raise GroupError(
+                f"sums over the slots of the node are wrong on {device}: try another node.sums"
+            )
     return min(seconds)
 
 
@@ -115,6 +117,13 @@ def rates(
     CPUs exchange by the mixer that training uses, and the results are compared with the mixing
     matrix. GPUs exchange as in the test by which training chooses a transport. A transport between
     GPUs that fails this test is reported as a note.
+
+    :param options: options of `mpigossip doctor`
+    :param world: all ranks
+    :param test_graph: the graph
+    :param slots: devices of this rank's slots
+    :param way: name of the transport
+    :param activities: list to which the present activity is added
     """
     room = room_for_messages(world)
     seconds_per_byte = 0.0
@@ -199,9 +208,16 @@ def _try_out(
     what: str,
     rounds: int = ROUNDS,
 ) -> tuple[float, float]:
-    """Run some rounds, and close the mixer.
+    """Run some rounds, and close the mixer; return the time of a round and the error of averages.
 
-    Return the median seconds of a round, and the largest relative error of averages.
+    The time is the median, in seconds; the error is the largest relative error of any rank.
+
+    :param world: all ranks
+    :param test_graph: the graph
+    :param mixer: mixer to run and close
+    :param activities: list to which the present activity is added
+    :param what: description of the messages, for the activity
+    :param rounds: largest number of rounds
     """
     seconds = []
     worst = 0.0
@@ -225,7 +241,7 @@ def _try_out(
 
 
 def _finish_round(mixer: Mixer, t: int, mixed: list) -> None:
-    """Exchange the messages of round ``t``; put the results into ``mixed``."""
+    """Exchange the messages of round ``t``; replace the content of ``mixed`` by the results."""
     mixer.start(ExchangeKind.GOSSIP, t)
     mixed[:] = mixer.finish()[1]
 

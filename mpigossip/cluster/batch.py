@@ -72,6 +72,11 @@ class Site:
 
     Each rank sees all GPUs of its host.
     """
+    launcher_gpu: Line = ""
+    """Command that starts one rank per GPU; empty: `launcher_multi`, whose variables it may use.
+
+    It binds rank i of a host to the cores next to GPU i.
+    """
     examples_use: Literal["node", "gpu"] = "node"
     """Unit that the centre's own examples start one rank for: a host or a GPU."""
     gpus: Count = 0
@@ -200,9 +205,7 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, request: Ba
         "environment": "\n".join(_environment(site, request)),
         "ranks": str(request.ranks),
         "shape": _shape(site, request),
-        "launcher": _quote_command(
-            request.launcher or (site.launcher_multi if request.ranks > 1 else site.launcher)
-        ),
+        "launcher": _quote_command(request.launcher or _launcher(site, request.ranks)),
         "arguments": shlex.join([job, *settings]),
         "run": shlex.quote(str(run)),
         "wrong": str(WRONG),
@@ -216,15 +219,31 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, request: Ba
     return re.sub(r"\n{3,}", "\n\n", filled)
 
 
+def assigns_gpus(site: Site) -> bool:
+    """Return whether a job of this site gets GPUs: only Slurm assigns none without a request."""
+    return site.scheduler != "slurm" or site.gpus > 0 or _names_gpus(site)
+
+
+def _names_gpus(site: Site) -> bool:
+    return any("gpu" in directive for directive in site.directives)
+
+
+def _launcher(site: Site, ranks: int) -> str:
+    """Return the site's command that starts ``ranks`` ranks on each host."""
+    if ranks == 1:
+        return site.launcher
+    return (site.launcher_gpu if ranks == site.gpus else "") or site.launcher_multi
+
+
 def _shape(site: Site, request: BatchRequest) -> str:
     """Return the script's comment on the ranks that it starts on each host, and on their GPUs.
 
     If the script starts one rank per host, but the computing centre's own examples start one per
     GPU, the comment says so.
     """
-    text = "One rank per node, which sees all its GPUs."
+    text = "One rank per host, which sees all its GPUs."
     if request.ranks > 1:
-        text = f"{request.ranks} ranks per node; each sees all GPUs of the node and uses its own."
+        text = f"{request.ranks} ranks per host; each sees all GPUs of the host and uses its own."
     differs = site.examples_use == "gpu" and request.ranks == 1
     return f"{text} The centre's own examples start one per GPU." if differs else text
 
@@ -237,7 +256,7 @@ def _find_problems(site: Site, texts: Iterable[str], request: BatchRequest) -> l
     ]
     if request.ranks > 1 and not (site.launcher_multi or request.launcher):
         problems.append(
-            f"{site.title} has no launch command for several ranks per node: add `launcher_multi` "
+            f"{site.title} has no launch command for several ranks per host: add `launcher_multi` "
             "to its file, or give --launcher"
         )
     if request.nodes < 1:
@@ -259,6 +278,8 @@ def _directives(site: Site, request: BatchRequest) -> list[str]:
     for option, form in OPTIONS[site.scheduler].items():
         if (value := getattr(request, option)) is not None:
             lines.append(f"{prefix} {form.format(value)}")
+    if site.scheduler == "slurm" and site.gpus and not _names_gpus(site):
+        lines.append(f"{prefix} --gpus-per-node={site.gpus}")
     if site.scheduler == "slurm" and request.seconds >= EARLY_FROM_S:
         lines.append(f"{prefix} --signal=USR2@{EARLY_S}")
     return lines

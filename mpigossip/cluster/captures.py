@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 _lock = threading.Lock()
 _capturing: WeakSet[Any] = WeakSet()
-"""Graphs that are being captured; a graph that a program abandons in a capture disappears."""
+"""CUDA graphs that are being captured; a graph that the program deletes meanwhile is removed."""
 
 
 class Settles(Protocol):

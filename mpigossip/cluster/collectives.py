@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from mpigossip.cluster.deadline import (
     world_ranks,
 )
 from mpigossip.cluster.process import TIMEOUT_S, check_process, exit_handler
+from mpigossip.cluster.waits import INFORM_S
 
 PAGE = 4096
 """Size of a page of memory in bytes.
@@ -33,8 +35,11 @@ def bounded_call(comm: MPI.Comm, call: str, timeout_s: float) -> Iterator[None]:
 
     The barrier names the ranks that do not arrive within twice the time limit; it is longer than
     the limit because rank 0 may have work of its own before the call. A blocking call cannot be
-    interrupted: if it does not return in time, a thread raises an error that names the call, which
-    ends the job.
+    interrupted. If it does not return within `INFORM_S`, a thread waits for its end in place of the
+    rank, and exchanges status messages with the other ranks. If it does not return in time, the
+    thread raises an error, which ends the job. The error names the call, and the ranks from which
+    no message has arrived: all of their threads are stopped, or they are unreachable. No rank is
+    named if MPI provides less than THREAD_MULTIPLE.
 
     :param comm: communicator of the call
     :param call: name of the call in messages
@@ -44,20 +49,44 @@ def bounded_call(comm: MPI.Comm, call: str, timeout_s: float) -> Iterator[None]:
     check_process()
     limit = max(timeout_s, MINIMUM_S)
     others = {*range(comm.size)} - {comm.rank}
+
+    def awaited_ranks() -> list[int]:
+        return world_ranks(comm, others)
+
     Deadline(2 * limit).wait(
         comm.Ibarrier().Test,
         lambda: f"not all ranks have reached {call}",
-        awaited_ranks=lambda: world_ranks(comm, others),
+        awaited_ranks=awaited_ranks,
     )
+    deadline = Deadline(limit)
+    returned = threading.Event()
 
     def late() -> None:
         raise WaitTimeoutError(f"{call} doesn't return (waited {limit:g} s)")
 
-    watchdog = start_watchdog(limit, late)
+    def wait() -> None:
+        # All ranks have begun the call. A rank whose part is done may have left its loop or exited.
+        try:
+            deadline.wait(
+                returned.is_set,
+                lambda: f"{call} doesn't return",
+                awaited_ranks=awaited_ranks if others else None,
+                departures=False,
+            )
+        except MPI.Exception:  # A rank has failed. The call ends with an error, too, or is late.
+            if not returned.wait(min(limit, threading.TIMEOUT_MAX)):
+                late()
+
+    if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+        watchdog = start_watchdog(min(INFORM_S, limit / 2), wait)
+    else:
+        watchdog = start_watchdog(limit, late)
     try:
         yield
     finally:
+        returned.set()
         watchdog.cancel()
+        watchdog.join()  # it must not call MPI when MPI or the communicator has ended
 
 
 class TimeoutComm(MPI.Intracomm):

@@ -289,6 +289,7 @@ class Deadline:
         what: Callable[[], str],
         rest: Callable[[], bool] = lambda: False,
         awaited_ranks: Callable[[], Iterable[int]] | None = None,
+        departures: bool = True,
     ) -> float:
         """Poll until ``predicate()`` is true; return the seconds waited.
 
@@ -301,6 +302,8 @@ class Deadline:
         :param awaited_ranks: function that returns the awaited ranks of the world; none stands for
             all. Other ranks are then informed of a long wait, and the error names the rank at
             fault (`waits`). None: no rank is informed or named
+        :param departures: whether the wait ends early if an awaited rank has departed or waits in
+            another call
         :raises WaitTimeoutError: at the deadline; earlier, if an awaited rank has departed or waits
             in another call, or `TERM_S` seconds after SIGTERM
         """
@@ -312,7 +315,7 @@ class Deadline:
             else None
         )
         try:
-            self._poll(predicate, what, rest, wait, begin)
+            self._poll(predicate, what, rest, wait, begin, departures)
         except WaitTimeoutError:
             raise  # this rank ends, so that its status must not become WORKING
         except BaseException:  # such as an interrupt, which the program may catch and continue
@@ -330,11 +333,13 @@ class Deadline:
         rest: Callable[[], bool],
         wait: Any,
         begin: float,
+        departures: bool,
     ) -> None:
         """Poll until ``predicate()`` is true.
 
         :param wait: `waits.Wait` to poll as well, or None
         :param begin: time at which the wait began, by `time.monotonic`
+        :param departures: as in :meth:`wait`
         """
         pause = SHORTEST_S
         extension = PauseExtension()
@@ -346,7 +351,8 @@ class Deadline:
             departed_code = None
             since_sigterm = 0.0
             if wait is not None:
-                departed_code = wait.poll()  # receives statuses
+                code = wait.poll()  # receives statuses
+                departed_code = code if departures else None
                 is_paused = wait.is_paused()
                 since_sigterm = now - max(begin, this_rank.sigterm_time)
             if is_paused:

@@ -16,8 +16,11 @@ from mpigossip.config.errors import Failure
 class Cause(enum.Enum):
     """Cause of the end of a rank."""
 
-    EXIT = "the program has ended or called sys.exit(), and no exception has left its world"
-    ERROR = "an exception that leaves no exchange open: a user error, an interrupt or a bug"
+    EXIT = "the program has ended or called sys.exit(0), and no error has left its world"
+    ERROR = (
+        "an exception that is not a Failure: a user error, an interrupt or a bug; at the exit, any "
+        "error that has left the world, such as sys.exit(1) in it"
+    )
     FAILURE = "a Failure, such as a wait at its time limit, after which exchanges may be open"
 
     @classmethod
@@ -48,10 +51,10 @@ class Others(enum.Enum):
 
 
 class Action(enum.Enum):
-    """Last action of a rank."""
+    """Next action of a rank; after FINALIZE in the hook, the exit handler looks up another one."""
 
     FINALIZE = "exit, and call MPI_Finalize together with the other ranks"
-    EXIT_NOW = "exit without MPI_Finalize, which would hang"
+    SKIP_FINALIZE = "exit without MPI_Finalize, which would hang"
     ABORT = "end all ranks by MPI_Abort"
 
 
@@ -68,8 +71,8 @@ ACTIONS = {
     # At the exit of the interpreter. EXIT with RUNNING does not occur, because a rank without an
     # error waits without a limit until all ranks exit.
     (Cause.EXIT, Others.EXITING): Action.FINALIZE,
-    (Cause.EXIT, Others.STUCK): Action.EXIT_NOW,
+    (Cause.EXIT, Others.STUCK): Action.SKIP_FINALIZE,
     (Cause.ERROR, Others.EXITING): Action.FINALIZE,
-    (Cause.ERROR, Others.STUCK): Action.EXIT_NOW,
+    (Cause.ERROR, Others.STUCK): Action.SKIP_FINALIZE,
 }
 """Action of a rank for each cause of its end and each state of the other ranks."""

@@ -111,10 +111,10 @@ def check_alone(size: int, env: Mapping[str, str], child: tuple[int, ...]) -> No
     if count.isdigit() and int(count) > 1:
         rank = env.get("RANK", "")
         raise LaunchError(
-            f"{count} processes were started by torchrun or a launcher like it "
-            f"(WORLD_SIZE={count}), but MPI sees a world of 1, so each would train alone: start "
-            f"the program with MPI's launcher, `mpiexec -n {count} python PROGRAM` or `srun -n "
-            f"{count} python PROGRAM`; for one node on purpose unset WORLD_SIZE",
+            f"torchrun, or a similar launcher, started {count} processes (WORLD_SIZE={count}), "
+            "but MPI's world has only one rank in each of them, so that each would train alone: "
+            f"start the program with MPI's launcher, `mpiexec -n {count} python PROGRAM` or `srun "
+            f"-n {count} python PROGRAM`. To train one node only, unset WORLD_SIZE",
             int(rank) if rank.isdigit() else 0,
         )
     if child:

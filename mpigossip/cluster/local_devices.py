@@ -4,7 +4,8 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ LOCAL = (
 of the host. If a launcher starts another one, the variables of the inner launcher come first."""
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 """Variables by which launchers assign some of the host's GPUs to a rank."""
+
+_ranks_have_own_gpus = False
+"""True if each rank sees GPUs that no other rank of its host sees; known when MPI runs."""
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
@@ -98,16 +102,56 @@ def launcher_assigns(
 ) -> bool:
     """Return whether the launcher assigns to each rank GPUs of its own.
 
+    Launchers set variables for this. A container may show one GPU to each rank without any; then
+    the answer is known as soon as MPI runs (:func:`compare_gpus`).
+
     :param environ: variables of the launcher
     :param count: number of GPUs that torch sees
     :param ranks: number of ranks of the host
     :param on_host: number of GPUs of the host; None: ask the system
     """
+    if _ranks_have_own_gpus:
+        return True
     slurm = environ.get("SLURM_GPUS_ON_NODE", "")
     if slurm.isdigit() and int(slurm) > count:
         return True
     gpus_on_host = _on_host() if on_host is None else on_host
     return any(name in environ for name in VISIBLE) and gpus_on_host >= ranks * count
+
+
+def gpu_of(device: str) -> str:
+    """Return an identifier of a GPU that is unique on its host, or "" if torch has none."""
+    import torch
+
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+
+
+def seen_gpus() -> tuple[str, ...]:
+    """Return the identifiers of the GPUs that this rank sees; none before it has used CUDA."""
+    if "torch" not in sys.modules:
+        return ()
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return ()
+    return tuple(gpu_of(f"cuda:{k}") for k in range(torch.cuda.device_count()))
+
+
+def compare_gpus(hosts: Sequence[str], gpus_by_rank: Sequence[Sequence[str]]) -> None:
+    """Store whether the ranks of each host see different GPUs; the result is equal on all ranks.
+
+    :param hosts: host of each rank
+    :param gpus_by_rank: :func:`seen_gpus` of each rank
+    """
+    global _ranks_have_own_gpus
+    seen = Counter(
+        (host, gpu)
+        for host, gpus in zip(hosts, gpus_by_rank, strict=True)
+        for gpu in set(gpus) or {""}
+    )
+    has_gpus = all(gpus and all(gpus) for gpus in gpus_by_rank)
+    several = len(set(hosts)) < len(hosts)
+    _ranks_have_own_gpus = several and has_gpus and max(seen.values()) == 1
 
 
 def check_other_accelerators() -> None:

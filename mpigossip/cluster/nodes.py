@@ -46,7 +46,8 @@ class SubWorld(Communicator):
 
     def group_into_nodes(self, ranks_per_node: int | str) -> None:
         raise RuntimeError(
-            f"{SETTING} applies to a whole world, but this world has only {self.size} of its ranks"
+            f"{SETTING} applies to a whole world, but this world has only {self.size} of its "
+            "ranks: call group_into_nodes() of the whole world"
         )
 
     def shrink(self) -> None:

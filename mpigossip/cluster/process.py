@@ -20,7 +20,7 @@ from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, prctl, start_
 from mpigossip.cluster.endings import ACTIONS, Action, Cause, Others
 from mpigossip.cluster.launcher import job_id, launcher_ranks
 from mpigossip.cluster.local_devices import make_current_before_mpi
-from mpigossip.cluster.starting import Start
+from mpigossip.cluster.starting import RankStart
 from mpigossip.config import JobError
 from mpigossip.config.readable import print_note
 
@@ -42,7 +42,7 @@ PROGRESS = "mpigossip-progress"
 """Name of threads that call MPI."""
 PR_SET_PDEATHSIG = 1
 """Number of the option of Linux's ``prctl`` that sends a signal when the parent ends."""
-_start: Start | None = None
+_start: RankStart | None = None
 """The start of MPI, which is watched; None if this process was started alone."""
 _devices = "auto"
 """Value of `node.devices`, whose first GPU is made current before MPI starts."""
@@ -107,7 +107,7 @@ def before_mpi(
     launched = launcher_ranks(os.environ)
     if _start is None and launched and launched[0][1] > 1:
         rank, size, _ = launched[0]
-        _start = Start(_shared(folder), rank, size, timeout_s)
+        _start = RankStart(_shared(folder), rank, size, timeout_s)
     return timeout_s
 
 
@@ -227,14 +227,14 @@ class ExitHandler:
                 f"mpigossip: {name} ended by {self.cause}; {late}: stopping the job"
             )
             abort(comm, self.code)
-        if action is Action.EXIT_NOW:
-            _exit_now(code)
+        if action is Action.SKIP_FINALIZE:
+            exit_without_finalize(code)
         for release in self.before_finalize:
             with contextlib.suppress(MPI.Exception):  # MPI_Finalize then reports what is open
                 release(comm)
         if finalize or self.code:
             # Call it through ctypes: mpi4py would hold the interpreter's lock, which the thread of
-            # `uncaught.exit_now` needs.
+            # `uncaught.exit_with_watchdog` needs.
             ctypes.CDLL(MPI.__file__).MPI_Finalize()
 
     def _wait_for_others(self, comm: "MPI.Comm", code: int) -> Others:
@@ -274,7 +274,9 @@ class ExitHandler:
         :param finalize: True if this package has initialized MPI
         """
         if not finalize:
-            _exit_now(uncaught.code(getattr(sys, "last_value", None) or SystemExit(self.status)))
+            exit_without_finalize(
+                uncaught.code(getattr(sys, "last_value", None) or SystemExit(self.status))
+            )
 
 
 exit_handler = ExitHandler()
@@ -294,10 +296,10 @@ def exit_after_failure(code: int) -> None:
     with contextlib.suppress(Exception):
         request = exit_handler.survivors.Ibarrier()
         Deadline(LEAVE_S).wait(request.Test, lambda: "other ranks still run")
-    _exit_now(code)
+    exit_without_finalize(code)
 
 
-def _exit_now(code: int) -> NoReturn:
+def exit_without_finalize(code: int) -> NoReturn:
     """End this process without MPI_Finalize and without the exit functions of the interpreter."""
     sys.stdout.flush()
     sys.stderr.flush()

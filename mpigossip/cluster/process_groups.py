@@ -70,7 +70,8 @@ def open_groups(
         with contextlib.suppress(Exception):  # without NCCL, the threads report the error
             # This loads the library, which is not safe in several threads at once.
             torch.cuda.nccl.version()
-    store = _store()
+    # The store has the keys of this process; MPI adds the keys of other ranks.
+    store = dist.HashStore()
     results = dict[int, Any]()
     store.set_timeout(timedelta(seconds=timeout_s))
 
@@ -111,8 +112,7 @@ def close_groups(
     for group, device in zip(groups, devices, strict=True):
         if is_gpu(device):
             backend: Any = group._get_backend(torch.device(device))
-            shutdown = getattr(backend, "shutdown", None) or backend._shutdown  # torch < 2.7
-            _ = backend.abort() if broken else shutdown()
+            _ = backend.abort() if broken else backend.shutdown()
 
 
 def check_environment(world: World, group_ranks: Sequence[GroupRank]) -> None:
@@ -122,7 +122,7 @@ def check_environment(world: World, group_ranks: Sequence[GroupRank]) -> None:
         if refused and any(is_gpu(group_rank.device) for group_rank in group_ranks):
             raise JobError(
                 f"{name}={REFUSED[name]}: NCCL calls of several slots would wait for each other "
-                f"for ever; unset {name}"
+                f"without end; unset {name}"
                 for name in refused
             )
 
@@ -218,44 +218,6 @@ def _connected(store: dist.Store, group_rank: GroupRank, limit: timedelta) -> di
     return group
 
 
-def _store() -> Any:
-    """Return a store for the keys of this process; the keys of others are added by MPI."""
-    return dist.HashStore() if hasattr(dist.HashStore, "list_keys") else _ListingStore()
-
-
-class _ListingStore(dist.Store):
-    """Store that can list its keys; the stores of torch before version 2.10 cannot."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._inner = dist.HashStore()
-        self._keys = dict[str, None]()
-
-    def set(self, key: str, value: Any) -> None:
-        self._inner.set(key, value)
-        self._keys[key] = None
-
-    def add(self, key: str, amount: int) -> int:
-        self._keys[key] = None
-        return self._inner.add(key, amount)
-
-    def get(self, key: str) -> bytes:
-        return self._inner.get(key)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._inner.check(keys)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._inner.wait(keys, timeout or self._inner.timeout)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        super().set_timeout(timeout)
-        self._inner.set_timeout(timeout)
-
-    def list_keys(self) -> list[str]:
-        return list(self._keys)
-
-
 def _share_keys(
     world: World,
     store: Any,
@@ -263,7 +225,16 @@ def _share_keys(
     results: dict[int, Any],
     timeout_s: float,
 ) -> None:
-    """Exchange keys between all ranks until every group is connected; waits for all ranks."""
+    """Exchange keys between all ranks until every group is connected; collective.
+
+    :param world: ranks that open groups
+    :param store: store of this process, whose keys are sent to all ranks
+    :param group_ranks: the ranks that this process takes in groups
+    :param results: results of the connecting threads so far, by index in ``group_ranks``
+    :param timeout_s: time limit in seconds
+    :raises WaitTimeoutError: on all ranks, if a group is not connected within the time limit
+    :raises Failure: on all ranks, if opening a group fails
+    """
     comm = None if world.comm is None else with_timeout(world.comm, timeout_s)
     shared: set[str] = set()
     until = time.monotonic() + timeout_s

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mpigossip.cluster import process, uncaught
+from mpigossip.cluster import local_devices, process, uncaught
 from mpigossip.cluster.agreement import Communicator, with_timeout
 from mpigossip.cluster.deadline import (
     Deadline,
@@ -53,6 +53,8 @@ MPI may still write to them, and some of them cannot be freed.
 
 NODE_GROUP_S = 3600.0
 """Default time limit, in seconds, of a collective call of a node's torch process group."""
+NOTICE_S = 5.0
+"""Seconds for which a rank waits until MPI reports a failed rank, after an unspecific error."""
 LONGEST_TIMEOUT_S = 1e8
 """Largest time limit that torch can represent."""
 
@@ -92,7 +94,10 @@ class World(Communicator):
             sys.excepthook = self._uncaught
             threading.excepthook = self._uncaught_in_thread
         own_comm = with_timeout(comm, timeout_s).Dup()
-        super().__init__(own_comm.plain, tuple(own_comm.allgather(host)), timeout_s)
+        described = own_comm.allgather((host, local_devices.seen_gpus()))
+        hosts, gpus_by_rank = zip(*described, strict=True)
+        local_devices.compare_gpus(hosts, gpus_by_rank)
+        super().__init__(own_comm.plain, hosts, timeout_s)
         self.launched = bool(launcher_ranks(os.environ))
         self.fault_tolerant = fault_tolerant(MPI.Get_library_version(), os.environ)
         self.original_ranks = tuple(range(self.size))
@@ -124,7 +129,27 @@ class World(Communicator):
         self.nodes = group_ranks(self, ranks_per_node)
 
     def is_rank_failure(self, error: BaseException) -> bool:
-        return self.survives and is_rank_failure(error)
+        if not self.survives:
+            return False
+        return is_rank_failure(error) or (is_unspecific(error) and self._misses_a_rank())
+
+    def _misses_a_rank(self) -> bool:
+        """Return whether MPI reports a failed rank of this world within `NOTICE_S` seconds."""
+
+        def has_failed_ranks() -> bool:
+            self.comm.Iprobe()  # lets MPI notice failures
+            failed = self.comm.Get_failed()
+            count = failed.size
+            failed.Free()
+            return count > 0
+
+        try:
+            Deadline(NOTICE_S).wait(has_failed_ranks, lambda: "MPI reports no failed rank")
+        except WaitTimeoutError:
+            return False
+        except Exception as error:
+            return is_rank_failure(error)
+        return True
 
     def shrink(self) -> None:
         """Continue with the survivors of a rank failure; all survivors have to call this.
@@ -247,7 +272,7 @@ class World(Communicator):
             name = "" if others is Others.SAME_ERROR else self._name
             uncaught.write_stderr(uncaught.format_error(error, name, f"all {self.size} ranks"))
         if ACTIONS[Cause.of(error), others] is Action.FINALIZE:
-            uncaught.exit_now(exit_handler.code)
+            uncaught.exit_with_watchdog(exit_handler.code)
         if error_keys is not None:
             uncaught.wait_turn(self.rank)
         self.abort(exit_handler.code)
@@ -365,6 +390,16 @@ def is_rank_failure(error: BaseException) -> bool:
 
     failure_classes = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
     return isinstance(error, MPI.Exception) and error.Get_error_class() in failure_classes
+
+
+def is_unspecific(error: BaseException) -> bool:
+    """Return whether ``error`` is an error of MPI without a class that names the cause.
+
+    If a rank is killed, a call of Open MPI in another rank rarely ends with such an error.
+    """
+    from mpi4py import MPI
+
+    return isinstance(error, MPI.Exception) and error.Get_error_class() == MPI.ERR_OTHER
 
 
 def shrunken(comms: "Sequence[MPI.Intracomm]", timeout_s: float) -> "MPI.Intracomm":

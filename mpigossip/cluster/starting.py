@@ -41,7 +41,7 @@ class StartedRank(NamedTuple):
     """True if the rank has called MPI_Init."""
 
 
-class Start:
+class RankStart:
     """The start of this rank, from before MPI is loaded until `over` is called when MPI runs."""
 
     def __init__(self, folder: Path, rank: int, size: int, timeout_s: float):
@@ -169,7 +169,7 @@ class Start:
 
     def _describe_missing(self) -> str:
         started = self._started_ranks()
-        missing = [str(rank) for rank in range(self._size) if rank not in started]
+        missing = [f"rank {rank}" for rank in range(self._size) if rank not in started]
         names = f"{abbreviate(missing, 8)} (according to {self._folder}, if all hosts share it)"
         return f"{len(missing)} of {self._size} ranks have not started: {names}" if missing else ""
 
@@ -179,7 +179,7 @@ class Start:
             for rank, started in sorted(self._started_ranks().items())
             if not started.has_entered
         }
-        names = abbreviate([f"{rank} on {started.host}" for rank, started in late.items()], 8)
+        names = abbreviate([f"rank {rank} on {started.host}" for rank, started in late.items()], 8)
         text = f"{len(late)} of {self._size} ranks have started but not called MPI_Init: {names}"
         return text if late else ""
 

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """Exit code after an interrupt, by the convention of shells."""
-ALL_S = 1.0
+GATHER_ERRORS_S = 1.0
 """Seconds to wait for the other ranks to end by the same exception."""
-TURN_S = 0.05
+REPORT_INTERVAL_S = 0.05
 """Seconds between two ranks' reports of different exceptions: the first report ends the job."""
-END_S = 30
+EXIT_LIMIT_S = 30
 """Seconds after which a process ends although a call of MPI hangs during its exit."""
 
 
@@ -84,7 +84,7 @@ def errors_of_all_ranks(monitor: WaitMonitor, error: BaseException) -> list[byte
     with contextlib.suppress(ValueError):  # a second Ctrl-C would end only this rank
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(Exception):  # after a rank failure, MPI may raise an error
-        return monitor.gather_error_keys(error_key(error), ALL_S)
+        return monitor.gather_error_keys(error_key(error), GATHER_ERRORS_S)
     return None
 
 
@@ -95,14 +95,14 @@ def write_stderr(text: str) -> None:
 
 def wait_turn(rank: int) -> None:
     """Wait for a time that grows with the rank, because the first report ends the job."""
-    time.sleep(TURN_S * min(rank, 20))
+    time.sleep(REPORT_INTERVAL_S * min(rank, 20))
 
 
-def exit_now(number: int) -> None:
+def exit_with_watchdog(number: int) -> None:
     """End this process with exit code ``number``; called from an exception hook."""
     sys.stdout.flush()
     # This watchdog is never cancelled, because open exchanges may prevent the end of MPI_Finalize.
-    start_watchdog(END_S, os._exit, number)
+    start_watchdog(EXIT_LIMIT_S, os._exit, number)
     raise SystemExit(number)
 
 
@@ -122,7 +122,7 @@ def once(error: LaunchError) -> Callable:
         if error.rank == 0:
             write_stderr(format_error(error))
         else:
-            time.sleep(5 * ALL_S)  # launchers end all ranks when the first one fails
+            time.sleep(5 * GATHER_ERRORS_S)  # launchers end all ranks when the first one fails
         raise SystemExit(WRONG)
 
     return hook

@@ -1,5 +1,7 @@
 """`mpigossip graph`: show, compare, draw and search graphs."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import signal
@@ -7,23 +9,25 @@ import sys
 from collections import Counter
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpigossip.commands.arguments import amount, command, family, many, print_safe, seed, whole
 from mpigossip.config.readable import aligned
-from mpigossip.graphs import BUILDERS, Graph, GraphError, graph
+
+if TYPE_CHECKING:
+    from mpigossip.graphs import Graph  # It imports NumPy, which no help needs.
 
 FIGURES = (
     ("degree", "degree", "largest number of in-neighbours in a round"),
-    ("period", "period", "rounds after which it repeats; - if never"),
+    ("period", "period", "rounds until a graph repeats; - if never"),
     ("spectral_gap", "gap", "1 - rho(W), for static graphs"),
     ("rounds_to_exact", "exact", "rounds to the exact average; - if never"),
     ("residue_after_period", "residue", "||product of W over a period - J||"),
     ("effective_neighbours", "n_eff", "neighbours in effect, gamma = 0.951"),
     ("vectors_per_round", "vectors", "vectors of model size that a node sends"),
-    ("bytes_per_round", "bytes", "sent by a node, --parameters in float32"),
+    ("bytes_per_round", "bytes", "bytes that a node sends of --parameters"),
     ("transient_iid", "transient", "steps to linear speed-up, up to a factor"),
-    ("transient_non_iid", "non-iid", "the same, if nodes have different data"),
+    ("transient_non_iid", "non-iid", "transient, if nodes have different data"),
 )
 """Numbers that `show` and `compare` print, each as (key, heading of its column, meaning)."""
 
@@ -51,7 +55,9 @@ def add(commands) -> None:
     )
     summary = "print facts of a graph, and its matrices if they are small"
     show = command(group, "show", _show, summary, SHOW)
-    show.add_argument("name", help=f"one of {', '.join(BUILDERS)}, file:PATH, module:function")
+    show.add_argument(
+        "name", help="name that `graph compare --nodes N` lists, file:PATH, module:function"
+    )
     _common(show)
     _sized(show)
     compare = command(group, "compare", _compare, "compare several graphs in a table", COMPARE)
@@ -122,6 +128,7 @@ def _sized(command: argparse.ArgumentParser) -> None:
 def _make(name: str, options) -> Graph:
     from mpigossip.config.choices import check_options
     from mpigossip.config.toml import parse_value
+    from mpigossip.graphs import BUILDERS, GraphError, graph
 
     arguments: dict[str, Any] = {}
     for text in options.option:
@@ -192,10 +199,15 @@ def _number(value: Any) -> str:
         return "-"
     if isinstance(value, int):
         return str(value)
+    for unit, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if 0.995 * unit <= value < 1e15:
+            return f"{float(f'{value / unit:.2g}'):g} {word}"
     return f"{value:.4g}"
 
 
 def _compare(options) -> None:
+    from mpigossip.graphs import BUILDERS, GraphError
+
     rows = []
     refused = None
     for name in options.names or BUILDERS:
@@ -228,6 +240,7 @@ def _draw(options) -> None:
 
 
 def _search(options) -> None:
+    from mpigossip.graphs import GraphError
     from mpigossip.graphs.search import check_target, save, search, search_circulants
 
     check_target(options.out)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mpigossip.config import Job
 
 JOB = """
-mpigossip job generic-slurm digits --nodes 4 --time 10m
+mpigossip job generic-slurm digits --nodes 4 --gpus 4 --time 10m
 mpigossip job perlmutter JOB.toml --nodes 32 --time 6h --account A >job.sh
 """
 
@@ -42,6 +42,9 @@ def _add_job(commands) -> None:
         '"host" the number of GPUs of a host',
     )
     job.add_argument(
+        "--gpus", type=many, metavar="G", help="GPUs per host; default: as in the site's file"
+    )
+    job.add_argument(
         "--time", required=True, metavar="T", help="time limit: 30m, 2h, 4:00:00, 1-12:00:00"
     )
     job.add_argument("--account", help="project to charge; some sites require it")
@@ -58,7 +61,14 @@ def _job(options) -> None:
     from mpigossip.training import assemble
 
     site = batch.read_site(options.site)
+    site = replace(site, gpus=options.gpus or site.gpus)
     job = assemble.load(options.job, options.settings, resolve=False)
+    if not (batch.assigns_gpus(site) or job.node.devices.startswith("cpu")):
+        raise JobError(
+            f'node.devices = "{job.node.devices}": the file of {site.title} has no number of GPUs '
+            "per host, and Slurm would assign none; pass --gpus G, or add node.devices=cpu:1 to "
+            "train on CPUs"
+        )
     ranks = _ranks(job, site, options.ranks)
     ranks_per_node = job.node.ranks_per_node
     # A run resolves "auto" in the same way: if devices are named, each rank is a node.

@@ -224,8 +224,8 @@ def _add_plan(commands) -> None:
     add("--compute", time, "T", "computing of a step, such as 80ms; default: measured")
     add("--update", time, "T", "the optimizer's part of a step")
     add("--node", time, "T", "averaging within a node")
-    add("--latency", time, "T", "of a small message; default: 10us, measured with srun")
-    add("--bandwidth", rate, "B", "of a node, such as 200Gbit; default: 100Gbit, measured")
+    add("--latency", time, "T", "message latency; default: 10us, measured with srun")
+    add("--bandwidth", rate, "B", "a node's bandwidth; default: 100Gbit, or measured")
     add(
         "--allreduce",
         sized_time,
@@ -432,6 +432,5 @@ def _best(options, what, machine, epochs) -> None:
     if options.json:
         print_safe(json.dumps({n: as_json(*proposed, accept) for n, proposed in best.items()}))
         return
-    command = options.job, options.settings
-    texts = [text(*command, *proposed, n, accept) for n, proposed in best.items()]
+    texts = [text(options.job, *proposed, n, accept) for n, proposed in best.items()]
     print_safe("\n\n".join(texts))

@@ -1,11 +1,16 @@
 """Commands that train: `mpigossip train`, `resume`, `simulate`, `study`, `join` and `replay`."""
 
+from __future__ import annotations
+
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mpigossip.cluster.world import World
 from mpigossip.commands.arguments import command, dry_run, many, print_safe, settings, whole
 from mpigossip.config.errors import FAILED, OK, STOPPED, UserError
+
+if TYPE_CHECKING:
+    from mpigossip.cluster.world import World  # It imports NumPy, which no help needs.
 
 TRAIN = """
 mpirun -n 4 mpigossip train digits node.devices=cpu:2
@@ -123,7 +128,10 @@ def _simulate(options) -> int:
 
 
 def _job_of(folder: Path) -> dict:
-    """Return the job of the newest checkpoint; {} if unreadable, which all ranks report later."""
+    """Return the job of the newest checkpoint, or {} if it can't be read.
+
+    All ranks report an unreadable checkpoint later.
+    """
     from mpigossip.config import JobError
     from mpigossip.config.reading import read
     from mpigossip.store import StoreError, checkpoint
@@ -166,6 +174,9 @@ mpigossip join runs/big
 REPLAY = """
 mpigossip replay runs/big
 mpigossip replay runs/big --place 3 --rounds 10:20
+mpigossip replay runs/big --audit 0.1
+mpigossip replay runs/big --fork 100 cadence.period=8 --to runs/big-8
+mpigossip replay runs/big --blame
 """
 
 
@@ -199,7 +210,41 @@ def _add_members(commands) -> None:
             parser.add_argument(
                 "--rounds", type=_rounds, metavar="A:B", help="only these rounds; the first is 1"
             )
+            parser.add_argument(
+                "--audit",
+                type=_fraction,
+                metavar="FRACTION",
+                help="draw this fraction of the rounds and repeat each from stored models, which "
+                "needs members.keep_every = 1",
+            )
+            _add_fork(parser)
         settings(parser)
+
+
+def _add_fork(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--fork",
+        type=_whole,
+        metavar="ROUND",
+        help="repeat the training up to this round and continue with the settings of this command; "
+        "0: change them from the beginning",
+    )
+    parser.add_argument(
+        "--without", type=int, metavar="P", help="leave out this place after the fork"
+    )
+    parser.add_argument("--to", type=Path, metavar="NEW", help="new folder for the fork")
+    parser.add_argument(
+        "--blame",
+        action="store_true",
+        help="rank the places by the change of the final loss if each is left out, after the round "
+        "of --fork or from the beginning",
+    )
+
+
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise argparse.ArgumentTypeError(f'"{text}": must be a number of rounds, such as 20, or 0')
+    return int(text)
 
 
 def _rounds(text: str) -> tuple[int, int]:
@@ -211,6 +256,16 @@ def _rounds(text: str) -> tuple[int, int]:
     if rounds[1] < rounds[0]:
         raise argparse.ArgumentTypeError(f'"{text}": the first round must come first, as in 10:20')
     return rounds
+
+
+def _fraction(text: str) -> float:
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
+        raise argparse.ArgumentTypeError(f'"{text}": must be greater than 0 and at most 1')
+    return fraction
 
 
 def _own_job(options):
@@ -227,13 +282,14 @@ def _own_job(options):
 
 
 def _join(options) -> int:
-    from mpigossip.members.records import RecordStore
     from mpigossip.runs.members.join import join
     from mpigossip.runs.summary import number
 
     summary = join(options.folder, _own_job(options), shared=options.shared)
+    if summary.get("rank"):  # rank 0 of the member prints
+        return OK if summary["finished"] or summary["stop_file"] else STOPPED
     if not summary["finished"]:
-        if RecordStore(options.folder).sees("STOP"):
+        if summary["stop_file"]:
             print_safe(
                 f"{options.folder}: stopped because the file STOP exists; remove it to continue"
             )
@@ -257,12 +313,52 @@ def _join(options) -> int:
 def _replay(options) -> int:
     from mpigossip.runs.members.replay import ReplayMismatch, replay
 
+    _check_replay(options)
     try:
-        print_safe(replay(options.folder, options.place, options.rounds, _own_job(options)))
+        if options.blame or options.fork is not None:
+            print_safe(_forked(options))
+            return OK
+        job = _own_job(options)
+        print_safe(replay(options.folder, options.place, options.rounds, job, options.audit))
     except ReplayMismatch as error:
         print_safe(f"{options.folder}: {error}")
         return FAILED
     return OK
+
+
+def _check_replay(options) -> None:
+    """Raise UserError if options of `replay` exclude each other."""
+    is_fork = options.fork is not None
+    if (is_fork or options.blame or options.audit) and (
+        options.place is not None or options.rounds
+    ):
+        raise UserError("--fork, --blame and --audit choose the rounds: omit --place and --rounds")
+    if options.audit and (is_fork or options.blame):
+        raise UserError("--audit excludes --fork and --blame: give one of them")
+    if options.blame and (options.without is not None or options.to):
+        raise UserError("--blame leaves out each place and writes no folder: omit --without, --to")
+    if is_fork and not options.blame and options.to is None:
+        raise UserError("--fork needs --to NEW, the new folder of the fork")
+    if not is_fork and (options.without is not None or (options.to and not options.blame)):
+        raise UserError("--without and --to belong to a fork: give --fork ROUND, too")
+
+
+def _forked(options) -> str:
+    """Run `replay --fork` or `replay --blame`; return the summary."""
+    from mpigossip.runs.members.fork import blame, fork
+    from mpigossip.training import assemble
+
+    settings = [*options.settings]
+    job = options.job
+    if job is not None and "=" in str(job) and not job.exists():
+        settings.insert(0, str(job))
+        job = None
+    own = None if job is None else assemble.load(job)
+    if not options.blame:
+        return fork(options.folder, options.fork, options.to, settings, options.without, own)
+    if settings:
+        raise UserError(f"--blame changes no setting: omit {settings[0]}")
+    return blame(options.folder, options.fork or 0, own)
 
 
 STUDY = "mpigossip study study --out runs/study"

@@ -76,7 +76,7 @@ class BuilderSpec:
         return getattr(import_module(module), name)
 
     def following(self, options: Mapping[str, Any], context: Any) -> dict[str, Any]:
-        """Compute the options that a job leaves unset by the rules in `follows`.
+        """Compute values for the options that a job leaves unset, by the rules in `follows`.
 
         :param options: options of the job, by name; an option of value None counts as unset
         :param context: argument that is passed to each rule
@@ -121,7 +121,7 @@ def check_name(
     """
     section, key = path.split(".")
     if not isinstance(name, str):
-        return dict(values), []  # the type check of the section reports this
+        return dict(values), []  # The type check of the section reports this problem.
     spec = spec_of(table, name)
     if spec is None:
         if re.fullmatch(OPEN.get(path, "(?!)"), name):
@@ -131,7 +131,7 @@ def check_name(
         noun = section if key == "name" else key
         return dict(values), [f"{path} = {show(name)}: unknown {noun}; {near(name, table)}"]
     if key != "name" and path not in FILES:
-        return dict(values), []  # the other settings that hold a name have no options
+        return dict(values), []  # Other settings that hold a name have no options.
     return check_options(section, values, setting_keys, spec.build, others)
 
 
@@ -186,7 +186,7 @@ def keyword_only(build: Callable) -> tuple[dict[str, tuple[Any, Any]], bool]:
     try:
         hints = typing.get_type_hints(build, include_extras=True)
     except (NameError, TypeError):
-        hints = {}  # the annotations exist for type checkers only: accept any type
+        hints = {}  # Some annotations exist for type checkers only, so accept any type.
     parameters = inspect.signature(build).parameters.values()
     options = {
         p.name: (hints.get(p.name, Any), p.default) for p in parameters if p.kind is p.KEYWORD_ONLY

@@ -107,7 +107,7 @@ def _with_implied(
             if chosen != value and is_fixed:
                 problems.append(
                     f'{other} = {show(chosen)}: {path} = "{name}" means {other} = "{value}"; '
-                    f"leave it out, or choose another {path.split('.')[0]}"
+                    f"remove {other}, or choose another {path.split('.')[0]}"
                 )
     return result, problems
 
@@ -152,13 +152,13 @@ def _check_local(
         entries = {name: spec_of(algorithms, name) for name in algorithms}
         fitting = [name for name, entry in entries.items() if entry and LOCAL in entry.implies]
         return [
-            f'local.name = {show(local)}: "{algorithm}" has its own local step; leave it out, or '
-            f"choose another algorithm: {', '.join(fitting)}"
+            f'local.name = {show(local)}: "{algorithm}" has its own local step; remove local.name, '
+            f"or choose another algorithm: {', '.join(fitting)}"
         ]
     if local is None and (spec or is_user_code(str(algorithm))):
         return [
             f'local.{key}: algorithm "{algorithm}" has no separate local step with this option; '
-            "leave it out, or set local.name"
+            f"remove local.{key}, or set local.name"
             for key in values
             if key not in SETTINGS["local"]
         ]

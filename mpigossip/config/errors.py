@@ -26,7 +26,7 @@ class UserError(ValueError):
 
 
 class Failure(Exception):
-    """Failure after which a run cannot continue; the message says what happened, and where."""
+    """Failure after which a run cannot continue; the message names the cause and the place."""
 
     code = FAILED
     """Exit code of the process."""
@@ -37,6 +37,7 @@ class NonFiniteError(Failure, ArithmeticError):
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Error numbers of the operating system if a disk is full, over quota or broken."""
 
 
 def output_error(error: OSError | None = None) -> str:

@@ -1,4 +1,7 @@
-"""Types of settings, each with its limits, for the sections in `config.sections`."""
+"""Types of settings, each with its limits, for the sections in `config.sections`.
+
+A type is the annotation of the value, together with a `Limit` that states the valid values.
+"""
 
 import re
 from typing import Annotated

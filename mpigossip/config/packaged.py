@@ -11,8 +11,17 @@ import mpigossip
 from mpigossip.config.errors import JobError
 from mpigossip.config.toml import near
 
-FOLDERS = ("own", "loops", "templates", ".")
-EXAMPLES = ("*.toml", "own/*.toml", "*/*.sbatch", "loops/*.py", "*.sbatch", "*.py", "*.sh")
+FOLDERS = ("own", "loops", "loops/recipes", "templates", ".")
+EXAMPLES = (
+    "*.toml",
+    "own/*.toml",
+    "*/*.sbatch",
+    "loops/*.py",
+    "loops/recipes/*.py",
+    "*.sbatch",
+    "*.py",
+    "*.sh",
+)
 """Patterns of the examples inside `jobs/`; files with the same name are copied together."""
 
 
@@ -84,7 +93,7 @@ def copy(name: str, folder: Path) -> list[Path]:
     imports = [
         paths[module] for module in re.findall(r"^from (\w+) import", code, re.M) if module in paths
     ]
-    # An imported example may have been copied along with another one: keep it then.
+    # An imported example may have been copied with another example before. Do not overwrite it.
     files += [path for path in imports if not (folder / path.name).exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)

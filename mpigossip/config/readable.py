@@ -1,6 +1,8 @@
 """Formatting of numbers, texts and tables for people, and safe printing."""
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -72,6 +74,20 @@ def print_note_once(text: str) -> None:
     if text not in noted:
         noted.add(text)
         print_note(text)
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Break a text between words into lines for a terminal; other output is not changed.
+
+    :param text: one line
+    :param indent: beginning of each line after the first
+    """
+    if not sys.stdout.isatty():  # A program or `grep` finds a whole text in one line.
+        return text
+    width = max(shutil.get_terminal_size().columns, len(indent) + 20)
+    return textwrap.fill(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def cells(row: Iterable[Any]) -> list[Any]:

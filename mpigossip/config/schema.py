@@ -126,6 +126,8 @@ def type_schema(hint: Any) -> dict[str, Any]:
         return {"enum": list(arguments)}
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [type_schema(argument) for argument in arguments]}
+    if origin is dict:
+        return {"type": "object"}
     if origin is tuple:
         return {"type": "array", "items": type_schema(arguments[0])}
     if hint is type(None):

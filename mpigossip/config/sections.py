@@ -18,6 +18,7 @@ from mpigossip.config.limits import (
     NotNegative,
     OneOrMore,
     Percent,
+    Period,
     Placement,
     Positive,
     RanksPerNode,
@@ -161,11 +162,24 @@ class AlgorithmSection:
     accumulate: Batch = 1
     """Number of batches whose gradients are averaged for one step."""
     blend: Share | None = None
-    """Weight α of the received average in x ← α · mixed + (1 − α) · x, for exchanges with
-    `cadence.delay`. With α = 1, the steps made since the message was sent would be undone. If
-    unset, α is 0.5 with a delay and 1 without."""
+    """Weight γ of the received average in x ← γ · mixed + (1 − γ) · x, at the start of the run if
+    `blend_end` is set. With `cadence.delay` and γ = 1, the steps made since the message was sent
+    would be undone. If unset, γ is 0.5 with a delay and 1 without."""
+    blend_end: Share | None = None
+    """Weight γ at the last step of `run.epochs`, if γ changes with the step, as in DSGD-AC (arXiv
+    2602.02899, of which only the abstract was available); if unset, γ is constant."""
+    blend_shape: Literal["linear", "cosine"] = "linear"
+    """Course of γ from `blend` to `blend_end`, as a function of the step."""
+    average_state: dict[str, Period] = field(default_factory=dict)
+    """Period, in steps, with which arrays of the local step are averaged between nodes, too, by
+    name: `{second = 16}` averages the running mean of g² of AdamW at every 16th step."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword-only arguments of the algorithm's builder."""
+
+    @property
+    def blends(self) -> bool:
+        """Return whether a setting blends the received average into x."""
+        return self.blend is not None or self.blend_end is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -438,6 +452,10 @@ class MembersSection:
     lease must be at least as long as five rounds."""
     claim_rounds: Positive = 16
     """Largest number of rounds for which a member claims chunks at a time."""
+    keep_every: Count = 0
+    """Number K of rounds: the model of each K-th round of a place is never removed, so that `replay
+    --fork` starts from it; `replay --audit` needs 1. 0: old models are removed. `plan --members`
+    prints the space on disk."""
 
 
 @dataclass(frozen=True, kw_only=True)

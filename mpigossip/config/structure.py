@@ -112,7 +112,7 @@ def _tuple(value: Any, kinds: tuple[Any, ...], path: str) -> tuple:
     if kinds[-1] is Ellipsis:
         kinds = kinds[:1] * len(value)
     if len(kinds) != len(value):
-        raise BadValue(value, f"needs a list of {len(kinds)}, got {len(value)}")
+        raise BadValue(value, f"needs a list of {len(kinds)} values, got {len(value)}")
     return tuple(_convert(item, kind, path) for item, kind in zip(value, kinds, strict=True))
 
 

@@ -40,11 +40,14 @@ def import_object(setting: str, name: str, form: str) -> Callable:
             "is in PYTHONPATH"
         ) from error
     except PermissionError:
-        raise  # cli.py adds a remedy to the message
+        raise  # The command-line program adds a remedy to the message.
     except (Exception, SystemExit) as error:
         raise JobError(f'{setting} = "{name}": {describe_exception(error)}') from error
     if imported is MISSING:
-        raise JobError(f'{setting} = "{name}": {module} has no {attribute}')
+        raise JobError(
+            f'{setting} = "{name}": {module} has no {attribute}: define it there, or correct the '
+            "name"
+        )
     if not callable(imported):
         raise JobError(
             f'{setting} = "{name}" is a {type(imported).__name__}; it should be a function of '
@@ -61,7 +64,7 @@ def parameters(make: Callable) -> tuple[set[str], set[str]]:
     """
     try:
         signature = inspect.signature(make).parameters.values()
-    except (TypeError, ValueError):  # functions in C may have no signature
+    except (TypeError, ValueError):  # Functions in C may have no signature.
         return set(), {"?"}
     named = [p for p in signature if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return {p.name for p in named}, {p.name for p in named if p.default is p.empty}

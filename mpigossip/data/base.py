@@ -1,4 +1,4 @@
-"""The contract between the data of a job and the loader.
+"""Contract between the data of a job and the loader.
 
 `JobData.load` makes a batch in host memory, in this or another process, and `JobData.transform`
 completes it on the device of a slot. There are two kinds of data. A `Source` (module `sources`)

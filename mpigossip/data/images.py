@@ -24,6 +24,7 @@ PAD = 4
 TEST_FRACTION = 224 / 256
 """Fraction of the shorter side that the test crop of "resized-crop" keeps."""
 ATTEMPTS = 10
+"""Number of random crops of "resized-crop" that are tried before a centred crop is used."""
 
 Box = tuple[float, float, float, float]
 
@@ -175,7 +176,7 @@ class Images:
         for name in SPLITS if self.cached else ():
             count = len(self.data.split(name))
             fits = name in self._arrays and self._arrays[name].shape[2:] == self.size
-            # "resized-crop" tests on the centre crop even if the stored size fits
+            # With "resized-crop", test images are cropped even if their stored size fits.
             if fits and not self.random:
                 self._ready[name] = self._arrays[name], np.ones(count, bool)
             elif name == "test" or not self.random:
@@ -211,7 +212,7 @@ class Images:
         try:
             with Image.open(io.BytesIO(self.data.split(split).encoded(index))) as image:
                 height, width = self.data.split(split).sizes[index]
-                # checked before decoding, which could need a lot of memory
+                # Check this before decoding, which could need a lot of memory.
                 if image.size != (width, height):
                     raise OSError(f"{image.size} pixels instead of {(int(width), int(height))}")
                 return image.convert("L" if self.data.channels == 1 else "RGB")
@@ -222,6 +223,7 @@ class Images:
             ) from error
 
     def _size(self) -> tuple[int, int]:
+        """Return height and width of the images in a batch; raise JobError if they are unknown."""
         if self.recipe.image_size is not None:
             return self.recipe.image_size, self.recipe.image_size
         if self.random:
@@ -240,6 +242,7 @@ class Images:
         return int(low[0]), int(low[1])
 
     def _caches(self) -> bool:
+        """Return whether decoded images are kept in memory."""
 
         def bytes_of(split: Split, stored: bool) -> int:
             pixels = split.sizes.prod(1).sum() if stored else len(split) * np.prod(self.size)

@@ -29,8 +29,8 @@ def partition(
     * "dirichlet": each class is distributed over nodes in proportions from Dirichlet(alpha) (Hsu,
       Qi, Brown 2019). A full node takes no more samples, and the remaining samples of a class go to
       the other nodes in their proportions, so all nodes have the same number of samples. The
-      classes come in random order. With a small alpha, each node has few classes; with a large one,
-      all nodes are alike.
+      classes are distributed in random order. With a small alpha, each node has few classes; with a
+      large alpha, all nodes have similar classes.
 
     :param labels: label of each sample
     :param n: number of nodes
@@ -74,15 +74,21 @@ def _dirichlet(labels: np.ndarray, n: int, seed: int, alpha: float) -> list[np.n
 
 
 def _fill(samples: int, proportions: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """Return the number of samples of a class that each node gets, (n,).
+
+    :param samples: number of samples of the class
+    :param proportions: fraction of the class for each node, (n,), as far as there is room
+    :param room: number of samples that each node may still get, (n,)
+    """
     counts = np.zeros_like(room)
     while remaining := samples - int(counts.sum()):
         free = room - counts
         weights = np.where(free > 0, proportions, 0.0)
-        # Proportions underflow to 0 for small alpha: then the free room decides.
+        # With a small alpha, proportions can underflow to 0. Then use the free room instead.
         weights = weights if weights.sum() > 0 else free.astype(float)
         quotas = remaining * weights / weights.sum()
         share = np.minimum(np.floor(quotas).astype(room.dtype), free)
-        if not share.any():  # no node gets a whole sample: the largest fraction takes one
+        if not share.any():  # All quotas are below 1: give one sample to the largest of them.
             share[np.argmax(quotas)] = 1
         counts += share
     return counts
@@ -91,14 +97,23 @@ def _fill(samples: int, proportions: np.ndarray, room: np.ndarray) -> np.ndarray
 class Order:
     """Sample order of one node: a permutation per epoch that follows from (seed, epoch, node).
 
-    Nothing is stored: the samples of a step follow from its number, so a resumed run continues with
-    the right ones. An epoch has the same number of steps on every node. Samples of a node that
-    remain at the end of an epoch are dropped; they are other samples in each epoch.
+    The samples of a step follow from the number of the step, so that a resumed run continues with
+    the right samples although checkpoints do not contain the order. An epoch has the same number of
+    steps on every node. Samples of a node that remain at the end of an epoch are dropped; they are
+    other samples in each epoch.
     """
 
     def __init__(
         self, part: np.ndarray, node: int, seed: int, batch: int, steps_per_epoch: int
     ) -> None:
+        """Store the samples of a node.
+
+        :param part: indices of the node's samples, int64
+        :param node: index of the node
+        :param seed: random seed
+        :param batch: number of samples of the node per step, over all slots
+        :param steps_per_epoch: number of steps per epoch
+        """
         self.part = part
         self.node = node
         self.seed = seed
@@ -131,7 +146,7 @@ def draw_together(orders: Sequence[Order], epoch: int) -> None:
 
 
 class Share(NamedTuple):
-    """Part of a stream that a node reads."""
+    """Part of a stream that a node reads: every n-th sample, or all samples of its own stream."""
 
     node: int
     n: int
@@ -157,8 +172,8 @@ def make_orders(
         if not steps:
             raise JobError(
                 f"an epoch of {data.train_size} samples (data.samples, or the length of the "
-                f"stream) is too short for a step of {n} nodes x {per_step}: make data.samples "
-                "larger, or data.batch smaller"
+                f"stream) is too short for a step of {n} nodes x {per_step} samples: make "
+                "data.samples larger, or data.batch smaller"
             )
         return [Share(node, n, steps, per_step) for node in range(n)]
     fraction = section.shuffled_percent
@@ -184,7 +199,7 @@ def orders(parts: Sequence[np.ndarray], seed: int, batch: int) -> list[Order]:
     :param parts: samples of each node
     :param seed: random seed
     :param batch: samples of a node per step, over all its slots
-    :raises JobError: if a node has fewer samples than that
+    :raises JobError: if a node has fewer than ``batch`` samples
     """
     smallest = min(len(part) for part in parts)
     if smallest < batch:

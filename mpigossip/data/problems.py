@@ -156,6 +156,7 @@ def logistic(
 
 
 def _logistic(signed: np.ndarray, x: np.ndarray, ridge: float) -> float:
+    """Return the value of the logistic regression over all nodes at x."""
     return float(np.logaddexp(0, -(signed @ x)).mean() + ridge / 2 * x @ x)
 
 
@@ -166,7 +167,7 @@ def _logistic_gradients(signed: np.ndarray, x: np.ndarray, ridge: float) -> np.n
 
 
 def _newton(signed: np.ndarray, ridge: float) -> np.ndarray:
-    """Return the optimum."""
+    """Return the optimum of the logistic regression over all nodes, (d,), by Newton's method."""
     x = np.zeros(signed.shape[1])
     for _ in range(NEWTON):
         errors = 1 / (1 + np.exp(signed @ x))

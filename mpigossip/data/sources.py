@@ -209,7 +209,7 @@ class SyntheticSource(Source):
 
     @cached_property
     def _windows(self) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-        """Windows of the noise and each sample's offset; windows of the pattern and each class's.
+        """Windows of noise and the offset of each sample; windows of pattern and of each class.
 
         They are computed for the first sample, because estimating the costs of a job needs none.
         """
@@ -426,8 +426,8 @@ def check_alike(name: str, data: JobData, world: "World", partition: str = "") -
 def _check_contents(name: str, data: JobData, world: "World") -> None:
     """Compare a few samples of all ranks; collective.
 
-    If ranks differ, each reads the same samples again. If the second read of some rank differs from
-    its first one, the samples are random, and nothing is compared.
+    If ranks differ, each rank reads the same samples again. If this gives other values than before
+    on some rank, the samples are random, and nothing is compared.
     """
     with world.raise_together(UserError):
         content = _content(name, data)

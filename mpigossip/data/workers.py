@@ -1,4 +1,4 @@
-"""Loading processes of `DataLoader` of torch: the data sets in them, their start and their end."""
+"""Loading processes of torch's `DataLoader`: the data sets in them, their start and their end."""
 
 import contextlib
 import itertools
@@ -31,7 +31,7 @@ class Refused(NamedTuple):
     text: str
 
 
-class Sent:
+class SentToWorker:
     """Base class of objects that prepare a loading process before they restore their attributes."""
 
     def __reduce__(self):
@@ -39,9 +39,13 @@ class Sent:
 
 
 def unpack(kind: type, state: bytes) -> Any:
-    """Unpickle in a loading process, after hiding launcher and GPUs from it.
+    """Restore an object in a loading process, after hiding the launcher and the GPUs from it.
 
-    The variables of the launcher are removed, and no GPU is visible.
+    Environment variables of the launcher are removed, because MPI would otherwise be started as a
+    rank of the job. No GPU is visible, because each CUDA process would take memory there.
+
+    :param kind: class of the object
+    :param state: attributes of the object, pickled
     """
     for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
         del os.environ[name]
@@ -54,7 +58,7 @@ def unpack(kind: type, state: bytes) -> Any:
     return instance
 
 
-class Requested(Sent, Dataset):
+class Requested(SentToWorker, Dataset):
     """Batches of a job's data by request, as a torch Dataset."""
 
     def __init__(self, data: JobData):
@@ -75,7 +79,7 @@ class Requested(Sent, Dataset):
         )
 
 
-class Stream(Sent, IterableDataset):
+class Stream(SentToWorker, IterableDataset):
     """Batches of the streams of some nodes: for each step and each node, one per slot."""
 
     def __init__(
@@ -182,7 +186,8 @@ def _endless(stream: IterableDataset, first: int, stride: int) -> Iterator[Any]:
             yield sample
         if not has_samples:
             raise ValueError(
-                f"it returned no sample for node {first} of {stride} in a complete pass"
+                f"a complete pass returned at most {first} samples: it must return at least "
+                f"{stride}, one for each node that reads the stream"
             )
 
 

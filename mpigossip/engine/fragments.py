@@ -6,7 +6,7 @@ exchange and scattered afterwards. Every mixer and wire can therefore be used. W
 messages need 1/P of the memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,21 +21,21 @@ Columns = Sequence[slice]
 
 
 class Fragments(NamedTuple):
-    """Columns of each fragment, and when and how it is exchanged."""
+    """Columns of each fragment, the schedule of their exchanges, and the algorithm of these."""
 
     schedule: FragmentSchedule
     cuts: Sequence[Sequence[Columns]]
     """For each segment and each fragment, its columns."""
     width: int
-    """Columns of a message, the largest width of a fragment."""
+    """Number of columns of a message, which is the number of columns of the largest fragment."""
     exchanges: Sequence[Algorithm]
     """For each segment, the algorithm without its local step; it may keep x½ until it receives."""
-    blend: float
-    """Factor α of x ← α · received + (1 − α) · x, if there is a delay."""
+    blend: Callable[[int], float]
+    """Function (step of the engine) -> weight γ of x ← γ · received + (1 − γ) · x."""
 
 
 class FragmentArrays(NamedTuple):
-    """Gathered fragment of a segment: arrays (rows, width), with 0 after its columns."""
+    """Gathered fragment of a segment: arrays (rows, width), with zeros after its last column."""
 
     x: torch.Tensor
     state: Any
@@ -52,10 +52,10 @@ class FragmentInFlight(NamedTuple):
 class FragmentExchange:
     """Exchange of one fragment at a time, while every step updates the whole model.
 
-    It needs an algorithm with a ``local_update``. If there is a delay, it keeps one array, shaped
-    like x, of received values that have not been applied yet. A checkpoint receives a fragment
-    earlier than a step would. This changes no bit, because only exchanges change the arrays of the
-    algorithm.
+    The algorithm must have a ``local_update``. If the schedule has a delay of τ steps, an array of
+    the shape of x holds received values that have not been applied yet. Writing a checkpoint
+    receives a fragment in flight earlier than a step would. The results stay bitwise identical,
+    because only exchanges change the arrays that the algorithm uses in exchanges.
     """
 
     outbox: MessageArrays | None
@@ -73,7 +73,8 @@ class FragmentExchange:
         arriving = self.fragments.schedule.arriving(now.index)
         if arriving is not None:
             self.wait(engine)
-            engine.group.on_shards(lambda k: self._blend(engine.vector.x[k], k, arriving))
+            weight = self.fragments.blend(engine.index)
+            engine.group.on_shards(lambda k: self._apply(engine.vector.x[k], k, arriving, weight))
 
     def send(self, engine: Engine, now: Step) -> None:
         """Make the step of :meth:`adapt`, then begin the exchange of the due fragment."""
@@ -91,7 +92,7 @@ class FragmentExchange:
             x = self._gather(engine.vector.x[k], columns)
             state = self._gather_state(self._needs, engine.states[k], columns)
             state = self.fragments.exchanges[k].send(x, None, state, out[k], step)
-            check_message(engine, k, out[k], columns)
+            check_message(engine, k, out[k], columns, now)
             if "keeps-x" in engine.method.needs:
                 _scatter(x, engine.vector.x[k], columns)
             return FragmentArrays(x, state)
@@ -101,7 +102,7 @@ class FragmentExchange:
         self.outbox = out
 
     def receive(self, engine: Engine, now: Step) -> None:
-        """Receive the fragment, unless it arrives τ steps later."""
+        """Receive the fragment, unless the schedule has a delay, which `adapt` takes care of."""
         if not self.fragments.schedule.delay:
             self.wait(engine)
 
@@ -115,14 +116,17 @@ class FragmentExchange:
         engine.measure(sent, mixed, now.kind)
         delayed = self.fragments.schedule.delay
         targets = self._received_arrays(engine) if delayed else engine.vector.x
+        # The delayed fragment is blended into x when it is applied.
+        weight = 1.0 if delayed else self.fragments.blend(engine.index)
 
         def receive(k: int) -> None:
             x, state = parts[k]
             columns = self.fragments.cuts[k][fragment]
             state = self.fragments.exchanges[k].receive(x, None, state, sent[k], mixed[k], now)
             _scatter_state(engine.states[k], state, columns)
-            if self.fragments.blend:
-                _scatter(x, targets[k], columns)
+            if "keeps-x" not in engine.method.needs:
+                for span, c in _pair_columns(columns):
+                    _blend(targets[k][:, c], x[:, span], weight)
 
         engine.group.on_shards(receive)
 
@@ -160,19 +164,22 @@ class FragmentExchange:
         pairs = ((getattr(needs, f), getattr(state, f)) for f in needs._fields)
         return type(needs)(*(self._gather_state(*pair, columns) for pair in pairs))
 
-    def _blend(self, x: torch.Tensor, k: int, fragment: int) -> None:
-        """Apply received values of a fragment to the x of segment k."""
-        blend = self.fragments.blend
-        for c in self.fragments.cuts[k][fragment] if blend else ():
-            target = x[:, c]
-            received = self._received[k][:, c]
-            if blend == 1:
-                target.copy_(received)
-            else:
-                target.mul_(1 - blend).add_(received * blend)
+    def _apply(self, x: torch.Tensor, k: int, fragment: int, weight: float) -> None:
+        """Blend the received elements of a fragment into the parameters x of segment k."""
+        for c in self.fragments.cuts[k][fragment]:
+            _blend(x[:, c], self._received[k][:, c], weight)
+
+
+def _blend(x: torch.Tensor, received: torch.Tensor, weight: float) -> None:
+    """Set x to weight · received + (1 − weight) · x."""
+    if weight == 1:
+        x.copy_(received)
+    elif weight:
+        x.mul_(1 - weight).add_(received * weight)
 
 
 def _pair_columns(columns: Columns) -> list[tuple[slice, slice]]:
+    """Return pairs of columns of a gathered fragment, and the columns of x that they hold."""
     pairs = []
     begin = 0
     for c in columns:

@@ -1,8 +1,8 @@
-"""Mixer for the ranks of a node that each hold the whole vector: each exchanges a shard of it.
+"""Mixer for nodes whose ranks all hold the whole model: each rank exchanges one shard of it.
 
-A loop whose gradients are equal on all ranks of a node, such as DDP, can therefore update whole
-tensors with any optimizer. The model crosses the network once per node, through all of its network
-cards.
+If the gradients are equal on all ranks of a node, as with DDP, each rank can update whole tensors
+with any optimizer. The model still crosses the network only once per node, and through all network
+cards of the node.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from mpigossip.mixing.wire import BUCKET
 
 
 class Gathered(Mixer):
-    """Mixer of a single segment that gathers the shards of the ranks of a node.
+    """Mixer that exchanges the shard of this rank, then gathers the shards of all ranks of a node.
 
     ``finish`` and ``close`` are collective over the ranks of the node, too. The result is bitwise
     identical to the exchange of the whole vector by one rank. Sent bytes are counted for each
@@ -30,7 +30,7 @@ class Gathered(Mixer):
         :param make: function of the layout of a shard that opens the mixer of the inter-node ranks
         """
         (size,), slots = layout.widths, group.slots
-        # the shard of each rank has the same number of whole buckets, as wires need them
+        # All shards have the same number of buckets, because lossy wires encode whole buckets.
         width = -(-size // (slots * BUCKET)) * BUCKET
         (slot,) = group.local_slots
         self.layout = layout
@@ -52,7 +52,7 @@ class Gathered(Mixer):
             return [group.zeros(1, width * slots)[0] for _ in range(layout.vectors)]
 
         self._mixed = whole_vectors()
-        # a message that an exact wire sends is equal to the outbox, which holds whole vectors
+        # With an exact wire, the sent message is equal to the outbox, which holds whole vectors.
         self._sent = [] if layout.wire.exact else whole_vectors()
         device = group.devices[0]
         self._out = [torch.zeros(1, size, device=device) for _ in range(layout.vectors)]

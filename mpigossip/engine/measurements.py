@@ -9,10 +9,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from mpigossip.algorithms.base import Step
 from mpigossip.config.errors import NonFiniteError
 from mpigossip.groups.base import Group
 from mpigossip.mixing.base import ExchangeKind, Mixer
@@ -24,7 +26,7 @@ EVERY_ON_GPUS = 100
 
 
 @dataclass
-class Record:
+class StepMetrics:
     """Metrics of one step; tensors are float64 of shape (rows,), one row for each local node."""
 
     index: int
@@ -34,11 +36,14 @@ class Record:
     loss: torch.Tensor
     gradient_norm: torch.Tensor
     mixed_distance: torch.Tensor
-    """‖mixed − sent‖, the change by the exchange."""
+    """‖mixed − sent‖, the distance by which the exchange moved the message."""
     consensus_distance: float
     """Consensus distance; NaN if it was not measured."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds by activity: compute_s, node_s, exchange_s, idle_s."""
+    """Seconds by activity, as in the log: compute_s (forward and backward passes), node_s
+    (averaging and gathering within the node), exchange_s (exchange with other nodes) and idle_s
+    (waiting for other nodes).
+    """
     bytes_sent: list[int] = field(default_factory=list)
     """Bytes that each row has sent to other nodes."""
     staleness: list[float] = field(default_factory=list)
@@ -112,7 +117,7 @@ def consensus_distance(x: Sequence[torch.Tensor], mixer: Mixer, group: Group) ->
 
 def make_record(
     engine: Any, now: Any, loss: torch.Tensor | None, norm: torch.Tensor | None
-) -> tuple[Record, dict[str, float]]:
+) -> tuple[StepMetrics, dict[str, float]]:
     """Return the record of the present step, and averages over nodes by name for the cadence.
 
     :param engine: engine that has made the step
@@ -129,22 +134,22 @@ def make_record(
         exchange_distance = unmeasured(rows, 0.0 if engine.measuring else NAN)
     averages: dict[str, float] = {}
     names = sorted(engine.cadence.measures)
-    # only a GLOBAL exchange makes all nodes wait for each other anyway
+    # Averages make all nodes wait for each other. A GLOBAL exchange does that anyway.
     if names and now.kind is ExchangeKind.GLOBAL:
         wanted = {"loss": loss, "variance": exchange_distance**2}
         means = mixer.mean_scalars(torch.stack([wanted[name] for name in names], dim=1))
         averages = dict(zip(names, means.tolist(), strict=True))
     distance = NAN
-    if engine.measuring and mixer.synchronous:  # asynchronous nodes measure it at evaluations
+    if engine.measuring and mixer.synchronous:  # asynchronous nodes measure only at evaluations
         distance = consensus_distance(engine.vector.x, mixer, engine.group)
-    record = Record(engine.index, now.kind, now.lr, loss, norm, exchange_distance, distance)
+    record = StepMetrics(engine.index, now.kind, now.lr, loss, norm, exchange_distance, distance)
     record.seconds = engine.clock.end()
     record.bytes_sent = list(mixer.bytes_sent)
     record.staleness = list(mixer.staleness)
     return record, averages
 
 
-class Clock:
+class Stopwatch:
     """Stopwatch that splits the seconds of a step by activity.
 
     Waits for other nodes are counted as idle.
@@ -167,7 +172,7 @@ class Clock:
     def lap(self, name: str) -> None:
         """Count the time since the last lap for the activity ``name``."""
         now = time.perf_counter()
-        waited = self._mixer.wait_seconds
+        waited = self._wait_seconds()
         idle = min(waited - self._waited, now - self._at)
         self.seconds[name] += now - self._at - idle
         self.seconds["idle_s"] += idle
@@ -177,7 +182,12 @@ class Clock:
     def skip(self) -> None:
         """Exclude the time since the last lap from the step."""
         self._at = time.perf_counter()
-        self._waited = self._mixer.wait_seconds
+        self._waited = self._wait_seconds()
+
+    def _wait_seconds(self) -> float:
+        """Return the seconds for which the mixers have waited for other nodes so far."""
+        others = self._mixer.state_mixers.values()
+        return self._mixer.wait_seconds + sum(mixer.wait_seconds for mixer in others)
 
     def end(self) -> dict[str, float]:
         self.counting = False
@@ -195,27 +205,52 @@ class Clock:
 
 
 def check_message(
-    engine: Any, segment: int, out: Sequence[torch.Tensor], columns: Sequence[slice]
+    engine: Any, segment: int, out: Sequence[torch.Tensor], columns: Sequence[slice], now: Step
 ) -> None:
     """Raise NonFiniteError if the message of a segment contains NaN or infinite values.
+
+    If the progress thread sends the message from a GPU, this thread makes the check when the GPU
+    has filled the outbox, so that this call does not wait for the GPU. The mixer's ``finish`` then
+    raises the error. In both cases, the message is not sent.
 
     :param engine: engine that is about to send
     :param segment: number of the segment
     :param out: outbox of the segment
     :param columns: columns of the segment's x that are adjacent in the message
+    :param now: step that sends the message
+    :raises NonFiniteError: if there are such values; the message names their node and parameter
     """
     # Test the sum first, which needs one pass. It may overflow, so look at the elements only then.
     vectors = out[: engine.method.vectors]
     if not vectors:
         return
-    totals = torch.stack([part.sum() for part in vectors]).cpu()  # the only wait for a GPU
+    totals = torch.stack([part.sum() for part in vectors])
+    check = partial(reject_non_finite, engine, engine.index, segment, vectors, columns)
+    if not engine.mixer.check_later(now.kind, now.round, segment, totals, check):
+        check(totals.cpu())  # the host waits for the GPU only here
+
+
+def reject_non_finite(
+    engine: Any,
+    step: int,
+    segment: int,
+    vectors: Sequence[torch.Tensor],
+    columns: Sequence[slice],
+    totals: torch.Tensor,
+    array: str = "",
+) -> None:
+    """Raise NonFiniteError if a vector, whose sum is in ``totals``, has non-finite elements.
+
+    :param array: name of the array of the local step that the vectors contain; "": a message
+    """
+    values = f"values of the array {array}" if array else "values"
     for part, total in zip(vectors, totals.tolist(), strict=True):
         if math.isfinite(total):
             continue
         for node, row in zip(engine.mixer.local_nodes, part, strict=True):
             if len(invalid := row.isfinite().logical_not().nonzero()):
                 raise NonFiniteError(
-                    f"step {engine.index}: {len(invalid):,} values that node {node} was about to "
+                    f"step {step}: {len(invalid):,} {values} that node {node} was about to "
                     "send are NaN or infinite, the first in "
                     f"{_parameter(engine.vector, segment, columns, int(invalid[0]))}; they "
                     "were not sent. The cause may be its data, its gradients or a learning rate "

@@ -8,7 +8,7 @@ from torch import nn
 
 from mpigossip.config import JobError
 from mpigossip.config.readable import print_note_once
-from mpigossip.engine.shared_memory import check_separate
+from mpigossip.engine.overlapping_tensors import check_separate
 from mpigossip.engine.vector import NodeLayout, ParameterLayout, bits, flatten
 
 LOW = (torch.bfloat16, torch.float16)
@@ -30,9 +30,8 @@ class ModuleParameters:
 
     first = (0,)
     inverse: torch.Tensor | None = None
-    """Inverse of GradScaler's scale, by which 16-bit gradients are multiplied in float32.
-
-    None: gradients are not scaled.
+    """Inverse of the scale of `torch.amp.GradScaler`; 16-bit gradients are multiplied by it in
+    float32. None: gradients are not scaled.
     """
 
     def __init__(self, models: Sequence[nn.Module]):
@@ -115,9 +114,10 @@ class ModuleParameters:
         return grad.to_dense() if grad.is_sparse else grad
 
     def _module_paths(self, row: int) -> list[tuple[nn.Module, str, nn.Module]]:
-        """Return parent, key and child of each submodule that contains a trained parameter.
+        """Return (parent, key, submodule) for each submodule that contains a trained parameter.
 
-        A tied parameter is contained in several submodules that do not contain each other.
+        ``key`` is the name of the submodule in its parent. A parameter that is tied between several
+        modules contributes the submodules on all of its paths.
         """
         trained = {id(p) for p in self.rows[row]}
         paths: dict[tuple[int, str], tuple[nn.Module, str, nn.Module]] = {}
@@ -134,7 +134,7 @@ class ModuleParameters:
     def _check_modules(self, row: int) -> None:
         """Raise JobError if a module with trained parameters was replaced or removed.
 
-        A wrapper with the same Parameters, such as a compiled layer, may take a module's place.
+        A replacement with the same Parameters, such as a compiled layer, is accepted.
         """
         if all(parent._modules.get(key) is child for parent, key, child in self._paths[row]):
             return
@@ -148,7 +148,7 @@ class ModuleParameters:
             current = parent._modules.get(key)
             trained_ids = {id(p) for p in child.parameters()} & trained
             if current is not None and not trained_ids <= {id(p) for p in current.parameters()}:
-                raise JobError(untied(key, child, current))
+                raise JobError(replaced_module_message(key, child, current))
         self._paths[row] = self._module_paths(row)
 
     def _check_owner(self, row: int, k: int) -> None:
@@ -198,8 +198,11 @@ class ModuleParameters:
                     p.grad = grads[k]
 
     @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Let float32 parameters have separate memory, with their present values, in a block."""
+    def in_separate_memory(self) -> Iterator[None]:
+        """Move the float32 parameters to other memory for a block, with their present values.
+
+        The flat parameters keep their values, whatever the block writes to the parameters.
+        """
         for row, parameters in enumerate(self.rows):
             for k, p in enumerate(parameters):
                 if not self.low[k]:
@@ -224,7 +227,7 @@ class ModuleParameters:
 
         A parameter leaves it if a program assigns other memory to ``parameter.data``.
 
-        :return: whether a value changed by that
+        :return: whether this changed any value of the flat parameters
         :raises JobError: if a parameter has another type, shape or device than before, if the
             module holds another Parameter instead, or if two parameters share memory
         """
@@ -243,9 +246,9 @@ class ModuleParameters:
         return changed
 
     def _take_back(self, row: int, k: int) -> bool:
-        """Copy a parameter's new values to its flat memory, and make it a view of that again.
+        """Copy a parameter's new values to the flat memory, and make it a view of that memory.
 
-        Return whether the values differ from the values there.
+        Return whether the new values differ from the former values in the flat memory.
         """
         p = self.rows[row][k]
         old = self._own_data[row][k]
@@ -268,8 +271,9 @@ class ModuleParameters:
     def take_edits(self) -> None:
         """Copy edited elements of 16-bit parameters to their master weights.
 
-        An element was edited if it differs from its rounded master weight. Edits through `.data`
-        are found, too. On a GPU, the host does not wait for the comparison.
+        An element was edited if it differs from its rounded master weight. This also detects edits
+        through `.data`, which torch's version counters do not count. On a GPU, the host does not
+        wait for the comparison.
         """
         for row, parameters in enumerate(self.rows):
             if parameters[0].device.type != "cpu":
@@ -280,13 +284,14 @@ class ModuleParameters:
                     _take_edit(p.data, master)
 
     def _take_edits_at_once(self, row: int) -> None:
-        """Take the edits of one module on a GPU by few operations, each for many parameters.
+        """Copy the edits of one module on a GPU by few operations, each for many parameters.
 
-        The host has to start each operation, which would take longer than the operation itself.
+        With one operation per parameter, the host would need longer to start the operations than
+        the GPU to execute them.
         """
         masters = self.full[0][row]
         for dtype, group in self._edit_groups():
-            if len(group) == 1:  # it may have more than `COMPARED` elements
+            if len(group) == 1:  # a single parameter may have more than `COMPARED` elements
                 k = group[0]
                 _take_edit(self.rows[row][k].data, self._masters(row)[k])
                 continue
@@ -294,8 +299,8 @@ class ModuleParameters:
             begin = layout.offsets[group[0]]
             exact = masters[begin : layout.column_ranges[group[-1]].stop]
             rounded = exact.to(dtype)
-            # Padding and float32 parameters lie between the parameters of the group. Nothing is
-            # copied there, so that they compare equal and keep their exact values.
+            # Padding and float32 parameters lie between the parameters of the group. `written`
+            # keeps the rounded values there, so that they compare equal and `exact` stays as it is.
             written = rounded.clone()
             views = [
                 written.as_strided(layout.shapes[k], layout.strides[k], layout.offsets[k] - begin)
@@ -435,18 +440,18 @@ def _memory_key(parameter: torch.Tensor) -> tuple:
 def replaced_message(name: str) -> str:
     """Return the error message for a parameter that was replaced by another Parameter."""
     return (
-        f"parameter {name} has left the memory that nodes average: the module holds another "
-        "Parameter now, which the optimizer does not have, as after load_state_dict(assign=True); "
-        "load without assign, or before making the optimizer"
+        f"parameter {name} has left the memory that nodes average: the module now holds another "
+        "Parameter, which the optimizer does not have, as after load_state_dict(assign=True); "
+        "load the state without assign, or load it before you make the optimizer"
     )
 
 
-def untied(key: str, before: nn.Module, after: nn.Module) -> str:
+def replaced_module_message(key: str, before: nn.Module, after: nn.Module) -> str:
     """Return the error message for a submodule that was replaced by one with other parameters."""
     return (
         f"module {key} was a {type(before).__name__} with parameters that nodes average and is now "
         f"a {type(after).__name__} with other parameters, which the optimizer does not have; "
-        "replace it before making the optimizer"
+        "replace the module before you make the optimizer"
     )
 
 
@@ -455,5 +460,6 @@ def changed_message(name: str, before: torch.Tensor, now: torch.Tensor) -> str:
     old, new = ((f"{tuple(t.shape)} {t.dtype} on {t.device}") for t in (before, now))
     return (
         f"parameter {name} has left the memory that nodes average: it was {old} at the first step "
-        f"and is now {new}; change that before the first step, or change it back before the next"
+        f"and is now {new}; convert or move the model before the first step, or undo the change "
+        "before the next step"
     )

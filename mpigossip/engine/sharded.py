@@ -1,8 +1,8 @@
 """Trained parameters of an FSDP2 module: the shards of this rank in flat memory.
 
-FSDP2 keeps the local tensor of a parameter, and the padded memory from which it gathers, in private
-attributes. If these are as expected, they are placed in the flat parameters; otherwise the flat
-parameters are a copy.
+FSDP2 has two private attributes for each parameter: its local tensor, and the padded memory from
+which the parameter is gathered. If both have the expected types and shapes, their memory is placed
+in the flat parameters. Otherwise the flat parameters are a copy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def local_shard(tensor: Any) -> torch.Tensor:
     """Return this rank's shard of a DTensor; any other tensor is returned as it is."""
-    with torch.no_grad():  # otherwise autograd makes another tensor
+    with torch.no_grad():  # with autograd, to_local() returns another tensor object at each call
         return tensor.to_local() if is_sharded(tensor) else tensor
 
 
@@ -74,9 +74,10 @@ def fully_sharded(model: nn.Module) -> list[nn.Module]:
 
 
 def reshard(modules: Sequence[Any]) -> None:
-    """Free gathered parameters, which torch would keep after a forward pass without a backward one.
+    """Free the gathered parameters of modules.
 
-    It would then use old values of parameters that have changed since.
+    After a forward pass without a backward pass, FSDP2 keeps them, and would use them in the next
+    forward pass, although the shards have changed since.
     """
     for module in modules:
         module.reshard()
@@ -84,12 +85,12 @@ def reshard(modules: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class ShardedLayout:
-    """Layout of a node of which each slot holds one shard of every parameter, as FSDP2 cuts them.
+    """Layout of a node in which each slot holds one shard of every parameter, as FSDP2 splits it.
 
     It implements the protocol :class:`~mpigossip.engine.vector.NodeLayout`. A parameter with d
-    rows, along its sharded dimension, has ⌈d/L⌉ rows in each of L slots; the last slots may have
-    fewer or none, but have space for all of them. A parameter therefore begins at the same offset
-    in the shards of all slots.
+    rows, along its sharded dimension, has ⌈d/L⌉ rows in each of L slots. The last slots may have
+    fewer rows or none, but their shards have space for ⌈d/L⌉ rows, too. A parameter therefore
+    begins at the same offset in the shards of all slots.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -126,7 +127,10 @@ class ShardedLayout:
         return self.by_slot[slot].column_ranges
 
     def _parameters(self, array: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
-        """Yield, for each parameter, its sharded dimension and views of its shards in a row."""
+        """Yield, for each parameter, its sharded dimension and a view of each of its shards.
+
+        :param array: all parameters of a node, with the shards of one slot after the other
+        """
         shards = array.chunk(self.slots)
         views = [layout.views(shard) for layout, shard in zip(self.by_slot, shards, strict=True)]
         yield from zip(self.dims, zip(*views, strict=True), strict=True)
@@ -162,13 +166,13 @@ class Layouts(NamedTuple):
     """Slot whose shard this process holds; 0 if it holds all parameters."""
 
 
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor, the only one that `fully_shard` accepts."""
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor; `fully_shard` accepts no other strides."""
     return torch.empty(shape, device="meta").stride()
 
 
 def plan_layouts(model: nn.Module) -> Layouts:
-    """Return the layouts of a model, of which the node's is a `ShardedLayout` if it is sharded.
+    """Return the layouts of a model; the node's layout is a `ShardedLayout` if FSDP2 shards it.
 
     :raises JobError: if a sharded parameter is not float32
     """
@@ -202,7 +206,7 @@ def plan_layouts(model: nn.Module) -> Layouts:
     for slot in range(slots):
         pairs = zip(full_shapes, dims, strict=True)
         shapes = tuple(_shard_shape(shape, dim, slots, slot) for shape, dim in pairs)
-        strides = tuple(map(contiguous, shapes))
+        strides = tuple(map(contiguous_strides, shapes))
         by_slot.append(ParameterLayout(names, shapes, strides, tuple(offsets), width, width, 1))
     node = ShardedLayout(full_shapes, tuple(dims), tuple(by_slot))
     slot = mesh.get_local_rank()
@@ -214,8 +218,11 @@ def _shard_shape(shape: Sequence[int], dim: int, slots: int, slot: int) -> tuple
     return (*shape[:dim], _rows(shape[dim], slots, slot)[1], *shape[dim + 1 :])
 
 
-def insides(model: nn.Module) -> dict[int, Any]:
-    """Return FSDP2's own record of each sharded parameter, by its id; empty if there is none."""
+def fsdp_records(model: nn.Module) -> dict[int, Any]:
+    """Return FSDP2's private record (FSDPParam) of each sharded parameter, by the parameter's id.
+
+    The result is empty if this version of torch has no such records.
+    """
     params_by_id: dict[int, Any] = {}
     modules: list[Any] = fully_sharded(model)
     try:
@@ -243,8 +250,8 @@ class ShardedParameters(ModuleParameters):
     """Shards of this rank of a module's trained parameters and of their gradients, in float32.
 
     If the private attributes of FSDP2 are as expected, the shards are placed in the flat
-    parameters. Otherwise they are copied from there after every step (:meth:`publish`), and back
-    when the program has changed them.
+    parameters. Otherwise :meth:`publish` copies the flat parameters to the shards after every step,
+    and :meth:`take_edits` copies the shards back, because the program may have changed them.
     """
 
     def __init__(self, model: nn.Module, flat: ShardedLayout, local: ParameterLayout, slot: int):
@@ -264,7 +271,7 @@ class ShardedParameters(ModuleParameters):
         self._gradients: dict[int, list[torch.Tensor]] = {}
         self._memory: list[torch.Tensor | None] = []
         self._private: list[Any] = []
-        params_by_id = insides(model)
+        params_by_id = fsdp_records(model)
         views = self.cut(self.x[0][0])
         for k, p in enumerate(self.rows[0]):
             private = params_by_id.get(id(p))
@@ -282,7 +289,7 @@ class ShardedParameters(ModuleParameters):
 
     @property
     def copies(self) -> bool:
-        """True if some shards are copies, since private attributes are not as expected."""
+        """True if some shards are copies, because private attributes are not as expected."""
         return any(memory is None for memory in self._memory)
 
     def _memory_of(self, k: int) -> torch.Tensor:
@@ -355,7 +362,7 @@ class ShardedParameters(ModuleParameters):
                     self._lay(k, self._memory[k])
 
     @contextmanager
-    def set_aside(self) -> Iterator[None]:
+    def in_separate_memory(self) -> Iterator[None]:
         for k, memory in enumerate(self._memory):
             self._lay(k, None if memory is None else memory.clone())
         try:
@@ -375,7 +382,7 @@ class ShardedParameters(ModuleParameters):
 
         They keep their values. Return whether this changed any value of the flat parameters.
 
-        :raises JobError: in the same cases as for parameters that are not sharded
+        :raises JobError: in the same cases as :meth:`ModuleParameters.check`
         """
         reshard(self._modules)
         self._check_modules(0)
@@ -388,8 +395,8 @@ class ShardedParameters(ModuleParameters):
             memory = self._memory[k]
             if memory is None:
                 continue
-            # Compare with the address of the row, because torch does not know its storage. The
-            # storage of `memory` moves when torch.multiprocessing sends the parameter.
+            # Compare with the address in the row, whose storage never moves. The storage of
+            # `memory` moves when torch.multiprocessing sends the parameter to another process.
             begin = self._address(k)
             data = self._private[k]._sharded_param_data
             if data.data_ptr() == begin and (not shard.numel() or shard.data_ptr() == begin):

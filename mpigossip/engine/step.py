@@ -10,18 +10,20 @@ import torch
 
 from mpigossip.algorithms.base import Algorithm, Step
 from mpigossip.algorithms.cadence import Cadence
-from mpigossip.engine.measurements import Clock, Record, make_record, mixed_distance
+from mpigossip.engine.measurements import StepMetrics, Stopwatch, make_record, mixed_distance
+from mpigossip.engine.state_averages import StateAverages
 from mpigossip.engine.vector import FlatParameters, bits, named_arrays, packed, scatter_row
 from mpigossip.groups.base import Group, local_shards
 from mpigossip.mixing.base import ExchangeKind, MessageArrays, Mixer
 
 
-class Exchange(Protocol):
-    """How the nodes of an engine exchange their models: whole, or one fragment at a time.
+class ModelExchange(Protocol):
+    """Exchange of models between the nodes of an engine: of whole models, or in fragments.
 
-    In a LOCAL step, the engine calls ``adapt``, in any other one ``send`` and then ``receive``. An
-    exchange is in flight from ``send`` until its message has been received. This may be earlier
-    (``wait``) or later than ``receive``, but it changes no bit of the following steps.
+    In a LOCAL step, the engine calls ``adapt``. In any other step, it calls ``send`` and then
+    ``receive``. An exchange is in flight from ``send`` until its message has been received, by
+    ``receive``, earlier by ``wait``, or in a later step. The models after the following steps are
+    bitwise identical in all of these cases.
     """
 
     outbox: MessageArrays | None
@@ -40,21 +42,21 @@ class Exchange(Protocol):
         """Wait for the neighbours of an exchange in flight."""
 
     def discard(self) -> None:
-        """Forget an exchange in flight."""
+        """Discard an exchange in flight without receiving its message."""
 
     def restart(self, engine: Engine) -> None:
-        """Forget values that steps before the present one have left for later steps."""
+        """Reset the values that earlier steps have stored for later steps."""
 
     def parts(self, engine: Engine) -> dict[str, list[torch.Tensor]]:
         """Return the arrays by name, one per segment, that a checkpoint has to contain.
 
-        They are the arrays of the exchange that steps leave for later steps. The state of the
-        algorithm is not among them.
+        They hold values that a step stores for later steps, such as received values that have not
+        been applied yet. The state of the algorithm is not among them.
         """
 
 
 class Engine:
-    """Steps of the local nodes, from gradients that the caller has computed.
+    """Engine that makes the steps of the local nodes, from gradients that its caller has computed.
 
     ``index`` counts steps, and ``round`` counts GOSSIP exchanges: it is the t of the mixing matrix
     W(t). ``state_start`` is the step at which the state of the algorithm was initialized. A
@@ -81,9 +83,10 @@ class Engine:
         vector: FlatParameters,
         methods: Sequence[Algorithm],
         cadence: Cadence,
-        exchange: Exchange,
+        exchange: ModelExchange,
         *,
         measure_every: int = 0,
+        averages: StateAverages | None = None,
     ):
         """Initialize the states of algorithm and cadence.
 
@@ -92,8 +95,9 @@ class Engine:
         :param vector: parameters and gradients
         :param methods: algorithm of each segment
         :param cadence: rule that decides which steps exchange
-        :param exchange: how the model is exchanged in these steps, whole or in fragments
+        :param exchange: exchange of the whole model, or of one fragment at a time
         :param measure_every: steps between two measurements of the consensus distance; 0: none
+        :param averages: averages of the local step's state; None: it stays local
         """
         self.group = group
         self.vector = vector
@@ -102,6 +106,7 @@ class Engine:
         self.methods = methods
         self.method = methods[0]
         self.measure_every = measure_every
+        self.averages = averages
         self.index = 0
         self.state_start = 0
         self.round = 0
@@ -115,7 +120,7 @@ class Engine:
         *,
         loss: torch.Tensor | None = None,
         gradient_norm: torch.Tensor | None = None,
-    ) -> Record:
+    ) -> StepMetrics:
         """Make one step from the gradients at x, and return its record.
 
         :param lr: learning rate
@@ -130,6 +135,8 @@ class Engine:
         else:
             self.exchange.send(self, now)  # y_i ← send(x_i, g_i), unless it was sent ahead
             self.exchange.receive(self, now)  # x_i ← receive(x_i, g_i, Σ_j W[i, j](t) · y_j)
+        if self.averages is not None:
+            self.averages.exchange(self)  # v_i ← Σ_j W[i, j] · v_j, if a period of v ends
         self.clock.lap("exchange_s")
         self.group.all_gather(self.vector.x, self.vector.full)  # waits for the node's slots
         self.clock.lap("node_s")
@@ -189,11 +196,12 @@ class Engine:
         self.exchange.wait(self)
 
     def sent_x(self) -> list[torch.Tensor]:
-        """Return, for each segment, memory with the x of the exchange that has just begun.
+        """Return, for each segment, an array with the x at which the present exchange began.
 
-        This is the outbox if the algorithm sends x as it is, and a copy otherwise. With an exact
-        wire, nothing is written to the outbox before the next exchange begins; for a lossy one, the
-        progress thread may still have to quantize it. On a GPU the host waits for a comparison.
+        The array is the outbox itself if the algorithm sends x unchanged and the wire is exact,
+        because nothing is written to the outbox before the next exchange begins. Otherwise it is a
+        copy of x: the progress thread may still have to quantize the outbox of a lossy wire. On a
+        GPU, the host waits until outbox and x have been compared.
         """
         assert self.exchange.outbox is not None, "no exchange has begun"
         arrays = []
@@ -205,7 +213,7 @@ class Engine:
     def replace_mixer(self, mixer: Mixer) -> None:
         """Continue with another mixer; a step that has begun is begun again."""
         self.mixer = mixer
-        self.clock = Clock(mixer)
+        self.clock = Stopwatch(mixer)
         self.exchange.discard()
         self._kind = None
 
@@ -226,10 +234,7 @@ class Engine:
 
     @property
     def measuring(self) -> bool:
-        """True if this step measures the consensus distance.
-
-        Every ``measure_every``-th step does.
-        """
+        """True if this step measures the consensus distance, as every ``measure_every``-th does."""
         return bool(self.measure_every) and self.index % self.measure_every == 0
 
     def measure(self, sent: Sequence, mixed: Sequence, kind: ExchangeKind) -> None:
@@ -237,7 +242,7 @@ class Engine:
         if self.measuring or kind is ExchangeKind.GLOBAL and "variance" in self.cadence.measures:
             self.mixed_distance = mixed_distance(sent, mixed, self.group)
 
-    def record(self, now: Step, loss: Any, norm: Any) -> Record:
+    def record(self, now: Step, loss: Any, norm: Any) -> StepMetrics:
         """Count the step and return its record.
 
         :param now: step that was made
@@ -267,13 +272,16 @@ class Engine:
         named = [dict(named_arrays(state)) for state in self.states]
         return {f"state/{k}": [arrays[k] for arrays in named] for k in named[0]} | of_exchange
 
-    def pack_state(self, row: int = 0, places: Mapping[str, np.ndarray] | None = None) -> dict:
-        """Return the state of a node by name, in the first process of the node.
+    def pack_state(self, row: int = 0, targets: Mapping[str, np.ndarray] | None = None) -> dict:
+        """Return the state of a node as arrays by name; collective over the node.
 
-        :param row: row of the node
-        :param places: arrays by name into which the state is packed; new ones for other names
+        The result is empty in all processes of the node but the first.
+
+        :param row: index of the node among the local nodes
+        :param targets: arrays by name of an earlier call, which are overwritten. Arrays for other
+            names are allocated; None: all arrays are allocated
         """
-        return packed(self.parts(), self.group, self.vector.flat, row, places or {})
+        return packed(self.parts(), self.group, self.vector.flat, row, targets or {})
 
     def numbers(self) -> dict[str, Any]:
         """Return the counters and the state of the cadence as ``cadence/…``; equal on all nodes."""
@@ -287,7 +295,7 @@ class Engine:
 
         :param arrays: result of :meth:`pack_state`
         :param numbers: result of :meth:`numbers`
-        :param row: row of the node
+        :param row: index of the node among the local nodes
         """
         for name, parts in self.parts().items():
             scatter_row(arrays[name], parts, row, self.vector.flat, local_shards(self.group))

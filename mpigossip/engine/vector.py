@@ -1,8 +1,9 @@
 """Layouts of a model's trained parameters: in the files of a node, and in an array in memory.
 
-The two are the same unless FSDP2 shards the model: each process then holds a part of each
+The two layouts are the same unless FSDP2 shards the model. Each process then holds a part of each
 parameter, and :mod:`mpigossip.engine.sharded` describes how the parts of a node belong together.
-State of the size of the model has the same layout.
+State of an algorithm that has the size of the model, such as momentum, has the same layout as the
+parameters.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class FlatParameters(Protocol):
 
     @property
     def first(self) -> tuple[int, ...]:
-        """Index of each segment's first element in the flat parameters, a key of random wires."""
+        """Index of each segment's first element in the flat parameters.
+
+        Wires that round at random derive their random numbers from it.
+        """
 
     def gather(self) -> None:
         """Copy the parameters' gradients to ``g``; called only if the algorithm reads them."""
@@ -168,7 +172,7 @@ class ParameterLayout:
         ]
 
     def pack(self, row: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        # Files do not store strides, so that each parameter is written in row-major order.
+        # Files do not store strides, so write each parameter in row-major order.
         views = [view.reshape(-1) for view in self.views(row)]
         if out is None:
             return torch.cat(views).cpu()
@@ -177,16 +181,17 @@ class ParameterLayout:
         )
 
     @property
-    def by_index(self) -> bool:
-        """Return whether all parameters are in row-major order, as in files."""
+    def is_row_major(self) -> bool:
+        """True if all parameters are in row-major order, as in files."""
         pairs = zip(self.shapes, self.strides, strict=True)
         return all(torch.empty_strided(*pair, device="meta").is_contiguous() for pair in pairs)
 
     def inside(self, shard: torch.Tensor, slot: int) -> list[torch.Tensor]:
         """Return the elements of each parameter that lie in a slot's shard, as 1-D views.
 
-        Some of them are empty. If the layout is `by_index`, the views of a parameter in all slots,
-        joined, are its elements in the order of :meth:`pack`.
+        A view is empty if no element of its parameter lies in the shard. If the layout is
+        `is_row_major`, the views of a parameter in all slots, joined, are its elements in the order
+        of :meth:`pack`.
 
         :param shard: shard (P / slots,) of the slot
         :param slot: index of the slot
@@ -223,14 +228,14 @@ class ParameterLayout:
                     parameters[name].grad = view
 
 
-def dense(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return strides without gaps for a parameter: its own strides if they have none."""
+def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return strides without gaps for a parameter: its own strides if they have no gaps."""
     like = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
     return like.stride()
 
 
 def check_type(name: str, parameter: torch.Tensor, types: Collection[torch.dtype]) -> None:
-    """Raise JobError if the parameter ``name`` has none of the types."""
+    """Raise JobError if the parameter ``name`` has a type other than ``types``."""
     if parameter.dtype not in types:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in types)
         raise JobError(
@@ -276,11 +281,11 @@ def flatten(
         boundary = offset if index == first_undecayed else boundary
         offsets.append(offset)
         offset += -(-parameter.numel() // ALIGN) * ALIGN
-    unit = slots * BUCKET  # lossy wires encode whole buckets, so that each shard consists of these
+    unit = slots * BUCKET  # each shard consists of whole buckets, because lossy wires encode these
     return ParameterLayout(
         names=tuple(name for name, _ in ordered),
         shapes=tuple(tuple(parameter.shape) for _, parameter in ordered),
-        strides=tuple(dense(parameter) for _, parameter in ordered),
+        strides=tuple(dense_strides(parameter) for _, parameter in ordered),
         offsets=tuple(offsets),
         size=-(-offset // unit) * unit,
         decayed=boundary if first_undecayed < len(ordered) else offset,
@@ -328,7 +333,7 @@ def join_row(
     """
     if is_per_row(parts[0], flat):
         return parts[0][row].cpu().numpy().copy()
-    # The shard of a single slot is the whole row. It is copied once only, by `pack`.
+    # The shard of a single slot is the whole row, which `pack` copies. Do not copy it twice.
     full = parts[0][row] if len(parts) == 1 else torch.cat([part[row].cpu() for part in parts])
     if out is None:
         size = flat.count * full.element_size()
@@ -342,7 +347,7 @@ def packed(
     group: Group,
     flat: NodeLayout,
     row: int,
-    places: Mapping[str, np.ndarray],
+    targets: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
     """Join one node's row of several arrays by :func:`join_row`; collective over the node.
 
@@ -350,14 +355,14 @@ def packed(
     :param group: processes of the node
     :param flat: layout of the parameters
     :param row: index of the local node
-    :param places: by name, an array of an earlier call to overwrite
+    :param targets: by name, an array of an earlier call to overwrite; other arrays are allocated
     :return: packed rows by name on the first process of the node; empty on the others
     """
     rows = {}
     for name, shards in parts.items():
         arrays = group.to_first([shard[row : row + 1] for shard in shards])
         if arrays is not None:
-            rows[name] = join_row(arrays, 0, flat, places.get(name))
+            rows[name] = join_row(arrays, 0, flat, targets.get(name))
     return rows
 
 
@@ -385,7 +390,7 @@ def scatter_row(
     values = without_padding(values, flat)
     if values.shape != (flat.count,):
         raise ValueError(
-            f"an array of the method's state has {values.numel()} elements, and the model has "
+            f"an array of the algorithm's state has {values.numel()} elements, but the model has "
             f"{flat.count} trained parameters. An earlier version saved only a part of float64 "
             "state if a node had several slots: export the model by `mpigossip checkpoint export`, "
             "and begin a new run from it"
@@ -412,8 +417,8 @@ def without_padding(values: torch.Tensor, flat: NodeLayout) -> torch.Tensor:
 def is_per_row(part: torch.Tensor, flat: NodeLayout) -> bool:
     """Return whether an array holds a few values per row: one, or one for each fragment.
 
-    Any other array has the shape of a shard of x, whatever its type. The number of columns
-    distinguishes them: a shard has at least `BUCKET` columns, and a row has fewer values.
+    Any other array has the shape of a shard of x, whatever its type. The number of columns tells
+    the two apart: a shard has at least `BUCKET` columns, and the values per row are fewer.
 
     :param part: array (local nodes, columns)
     :param flat: layout of the parameters

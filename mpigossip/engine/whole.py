@@ -14,7 +14,8 @@ from mpigossip.mixing.base import ExchangeKind, MessageArrays
 class WholeExchange:
     """Exchange of the whole model, which begins and ends in the same step.
 
-    If the algorithm can, it begins before the gradient of the step exists.
+    If the message of the algorithm does not depend on the gradient, the exchange begins before the
+    gradient of the step exists.
     """
 
     outbox: MessageArrays | None
@@ -24,8 +25,8 @@ class WholeExchange:
         self.discard()
 
     def adapt(self, engine: Engine, now: Step) -> None:
-        # An algorithm without a local update writes to the outbox, and an asynchronous node always
-        # shows its model to the others.
+        # An algorithm without a local update needs the outbox in a LOCAL step, too, and an
+        # asynchronous node publishes its model in every step.
         if engine.method.local_update is None or not engine.mixer.synchronous:
             self.send(engine, now)
             self.receive(engine, now)
@@ -46,7 +47,7 @@ class WholeExchange:
         def send(slot: int):
             g = None if engine.method.ahead else engine.gradient(slot)
             state = engine.methods[slot].send(x[slot], g, engine.states[slot], out[slot], now)
-            check_message(engine, slot, out[slot], [slice(0, x[slot].shape[1])])
+            check_message(engine, slot, out[slot], [slice(0, x[slot].shape[1])], now)
             return state
 
         engine.states = engine.group.on_shards(send)
@@ -57,7 +58,7 @@ class WholeExchange:
         self.wait(engine, None if now.waits else _reusable_x(engine, now.kind))
         assert self._received is not None, "no exchange is in flight"
         sent, mixed = self._received
-        if not now.waits:  # a node that waits makes no record
+        if not now.waits:  # otherwise, Engine.average exchanges outside of steps, without a record
             engine.measure(sent, mixed, now.kind)
         self.apply(engine, sent, mixed, now)
         self.discard()
@@ -96,9 +97,10 @@ class WholeExchange:
 
 
 def _reusable_x(engine: Engine, kind: ExchangeKind) -> torch.Tensor | None:
-    """Return x, if the mixed message may be written over it, otherwise None.
+    """Return x if the mixed message may be written over it, otherwise None.
 
-    This needs an algorithm that replaces x by the mixed message, which is a single exact vector.
+    It may if the algorithm replaces x by the mixed message, and if the message is a single vector
+    with an exact wire.
     """
     layout = engine.mixer.layout
     is_single_vector = len(engine.vector.x) == layout.vectors == 1 and not layout.scalars

@@ -16,7 +16,7 @@ from mpigossip.graphs import classic, equitopo, exponential, finite_time
 from mpigossip.graphs.base import Graph, GraphError, checked_seed
 from mpigossip.graphs.base import from_matrices as from_matrices
 from mpigossip.graphs.rounds import Circulant as Circulant
-from mpigossip.graphs.rounds import Sparse as Sparse
+from mpigossip.graphs.rounds import SparseMatrix as SparseMatrix
 from mpigossip.graphs.user_graphs import from_file, from_function, from_value
 from mpigossip.graphs.user_graphs import from_networkx as from_networkx
 from mpigossip.graphs.user_graphs import from_sequence as from_sequence
@@ -25,10 +25,13 @@ from mpigossip.graphs.weights import reweighted
 
 
 def _builder(name: str, build: Callable[..., Graph]) -> Callable[..., Graph]:
-    """Return ``build`` with what all builders of graphs have in common.
+    """Return a builder that does what is equal for all graphs, and calls ``build`` for the rest.
 
-    This is the check of n, seed and options, the graph of a single node, the option `slack`, and
-    the name of the graph.
+    It checks n, the seed and the options, returns the graph of a single node if n is 1, applies the
+    option `slack`, and gives the graph its name.
+
+    :param name: name of the graph
+    :param build: function (n, seed, option=…) that returns the graph for n > 1
     """
     build_signature = inspect.signature(build)
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -44,7 +47,9 @@ def _builder(name: str, build: Callable[..., Graph]) -> Callable[..., Graph]:
                 f"{', '.join(option_names)}"
             )
         if isinstance(n, bool) or not hasattr(n, "__index__") or n < 1:
-            raise GraphError(f'graph "{name}" needs at least one node, got {n!r}')
+            raise GraphError(
+                f'graph "{name}" needs at least one node, got {n!r}; pass n, the number of nodes'
+            )
         n = operator.index(n)
         seed = checked_seed(seed, f'graph "{name}"')
         result = build(n, seed, **options) if n > 1 else classic.identity(n)

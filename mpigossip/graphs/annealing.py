@@ -95,7 +95,7 @@ def generator(seed: int) -> np.random.Generator:
 
 
 @dataclass(frozen=True)
-class Task:
+class SearchTask:
     """Task of a search: number of nodes, largest degree and number of edges, rule of weights."""
 
     n: int
@@ -126,7 +126,7 @@ class CandidateGraph:
     It consists of edge orbits: an orbit contains all edges that the symmetry maps to each other.
     """
 
-    def __init__(self, task: Task, m: int) -> None:
+    def __init__(self, task: SearchTask, m: int) -> None:
         self.task = task
         self.m = m
         self.b = task.n // m

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from mpigossip.config.errors import UserError
-from mpigossip.graphs.rounds import TOLERANCE, Round, Sparse
+from mpigossip.graphs.rounds import TOLERANCE, Round, SparseMatrix
 
 SAMPLED_ROUNDS = 8
 """Number of rounds from which the facts of a graph are computed if its rounds are drawn without
@@ -195,7 +195,7 @@ class Graph:
     def fingerprint(self) -> str:
         """SHA-256 of neighbours, in the order of summation, and weights of the first 64 rounds."""
         rounds = map(self.round, range(min(64, self.period or 64)))
-        keys = [r._key() if isinstance(r, Sparse) else r for r in rounds]
+        keys = [r._key() if isinstance(r, SparseMatrix) else r for r in rounds]
         return hashlib.sha256(repr(keys).encode()).hexdigest()
 
     @cached_property
@@ -232,7 +232,7 @@ class Graph:
         )
 
     def round(self, t: int) -> Round:
-        """Return round ``t`` as a `Circulant` or `Sparse` value."""
+        """Return round ``t`` as a `Circulant` or `SparseMatrix` value."""
         t = operator.index(t)
         if t < 0:
             raise GraphError(f'graph "{self.name}": round {t} doesn\'t exist; rounds count from 0')
@@ -344,8 +344,10 @@ def from_matrices(matrices: Sequence[np.ndarray] | np.ndarray, name: str = "matr
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
             raise GraphError(f"mixing matrix {t} has shape {matrix.shape}; it must be square")
         if not np.isfinite(matrix).all():
-            raise GraphError(f"mixing matrix {t} contains values that are not finite")
-        rounds.append(Sparse.from_matrix(matrix))
+            raise GraphError(
+                f"mixing matrix {t} contains values that are not finite; replace them by numbers"
+            )
+        rounds.append(SparseMatrix.from_matrix(matrix))
     return Graph(Cycle(tuple(rounds)), name)
 
 

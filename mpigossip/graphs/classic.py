@@ -177,7 +177,10 @@ def erdos_renyi(n: int, seed: int = 0, *, probability: float | None = None) -> G
 
     chance = min(1.0, 2 * np.log(n) / n) if probability is None else probability
     if not 0 < chance <= 1:
-        raise GraphError(f'graph "erdos-renyi" needs a probability in (0, 1], got {probability}')
+        raise GraphError(
+            f'graph "erdos-renyi" needs a probability in (0, 1], got {probability}; omit it for '
+            "2 ln n / n"
+        )
     return _connected(
         "erdos-renyi",
         n,

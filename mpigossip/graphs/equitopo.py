@@ -30,7 +30,9 @@ def _mean_of_basis(n: int, distances: np.ndarray) -> Graph:
 def _distances(name: str, n: int, seed: int, peers: int | None) -> np.ndarray:
     peers = rounds_needed(n) if peers is None else peers
     if peers < 1:
-        raise GraphError(f'graph "{name}" needs at least one peer, got {peers}')
+        raise GraphError(
+            f'graph "{name}" needs at least one peer, got {peers}; omit peers for ⌈log2 n⌉'
+        )
     for draw in range(DRAWS):
         # The key of the first draw is the key of earlier versions, so that their graphs stay the
         # same.

@@ -97,7 +97,9 @@ def p_peer_exponential(n: int, seed: int = 0, *, p: int = 2, order: Order = "cyc
     :param order: as for :func:`one_peer_exponential`
     """
     if p < 1:
-        raise GraphError(f'graph "p-peer-exponential" needs p ≥ 1 peers per round, got {p}')
+        raise GraphError(
+            f'graph "p-peer-exponential" needs p ≥ 1 peers per round, got {p}; the default is 2'
+        )
     steps = [(p + 1) ** k for k in range(rounds_needed(n, p + 1))]
     rounds = [from_behind(n, *range(s, min(n, (p + 1) * s), s)) for s in steps]
     return in_order(rounds, order, seed)

@@ -17,11 +17,14 @@ from typing import Any, cast
 import numpy as np
 
 from mpigossip.graphs.base import SAMPLED_ROUNDS, Graph, GraphError, random_words
-from mpigossip.graphs.rounds import TOLERANCE, Round, Sparse
+from mpigossip.graphs.rounds import TOLERANCE, Round, SparseMatrix
 
 
 def least_rounds(share: float) -> float:
-    """Return the mean number of consecutive rounds off, if each round is drawn independently.
+    """Return the mean number of consecutive rounds in which an item is off: 1/(1 − ``share``).
+
+    It applies if the state of the item is drawn independently in each round. If the state persists,
+    the number is larger.
 
     :param share: probability that an item is off in a round
     """
@@ -204,7 +207,7 @@ def without_lost_links(full: Round, alive: np.ndarray, facts: frozenset[str]) ->
     else:
         own += (w - remaining).sum(0) - w.diagonal()
     np.fill_diagonal(remaining, own)
-    return Sparse.from_matrix(remaining)
+    return SparseMatrix.from_matrix(remaining)
 
 
 @lru_cache(maxsize=64)

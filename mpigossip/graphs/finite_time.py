@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from mpigossip.graphs.base import Cycle, Graph, GraphError
-from mpigossip.graphs.rounds import Circulant, Sparse
+from mpigossip.graphs.rounds import Circulant, SparseMatrix
 from mpigossip.graphs.weights import links
 
 Pairs = dict[tuple[int, int], float]
@@ -160,7 +160,9 @@ def _graph(n: int, rounds: list[Pairs]) -> Graph:
     for pairs in rounds:
         edges = np.array(list(pairs), np.int64).reshape(-1, 2)
         to, source = np.concatenate((edges, edges[:, ::-1])).T
-        sparse_rounds.append(Sparse.from_edges(n, to, source, np.tile(list(pairs.values()), 2)))
+        sparse_rounds.append(
+            SparseMatrix.from_edges(n, to, source, np.tile(list(pairs.values()), 2))
+        )
     return Graph(Cycle(tuple(sparse_rounds)))
 
 
@@ -176,7 +178,9 @@ def hyper_hypercube(n: int, seed: int = 0, *, p: int = 1) -> Graph:
     :param p: largest number of peers per round
     """
     if p < 1:
-        raise GraphError(f'graph "hyper-hypercube" needs p ≥ 1 peers per round, got {p}')
+        raise GraphError(
+            f'graph "hyper-hypercube" needs p ≥ 1 peers per round, got {p}; the default is 1'
+        )
     if factors(n, p + 1) is None:
         prime = max(f for f in range(2, n + 1) if n % f == 0 and all(f % d for d in range(2, f)))
         raise GraphError(
@@ -227,8 +231,8 @@ def tree(parents: Sequence[int]) -> Graph:
         own = np.ones(n)
         emptied[nodes] = 0.0
         own[above] = 1.0 / sizes[above]
-        gather.append(Sparse.from_edges(n, above, nodes, 1.0, emptied))
-        spread.append(Sparse.from_edges(n, nodes, above, sizes[nodes] / sizes[above], own))
+        gather.append(SparseMatrix.from_edges(n, above, nodes, 1.0, emptied))
+        spread.append(SparseMatrix.from_edges(n, nodes, above, sizes[nodes] / sizes[above], own))
     return Graph(Cycle((*gather, *reversed(spread))))
 
 

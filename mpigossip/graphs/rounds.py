@@ -111,7 +111,7 @@ class Circulant:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Sparse:
+class SparseMatrix:
     """Mixing matrix of any form, stored as compressed sparse rows and the diagonal.
 
     `indptr`, (n+1,), `indices`, (edges,), and `weights`, (edges,), are the rows without the
@@ -135,7 +135,7 @@ class Sparse:
         senders: Sequence[int] | np.ndarray,
         weights: Sequence[float] | np.ndarray | float,
         own: np.ndarray | None = None,
-    ) -> "Sparse":
+    ) -> "SparseMatrix":
         """Return the round with W[receivers[e], senders[e]] = weights[e] and the diagonal `own`.
 
         If `own` is None, the diagonal makes each row sum to one. Each pair of a receiver and a
@@ -154,7 +154,7 @@ class Sparse:
         return cls(indptr.astype(np.int64), source, values, np.array(own, np.float64))
 
     @classmethod
-    def from_matrix(cls, matrix: np.ndarray) -> "Sparse":
+    def from_matrix(cls, matrix: np.ndarray) -> "SparseMatrix":
         """Return the round of an (n, n) array; non-zero elements off the diagonal are the edges."""
         matrix = np.asarray(matrix, np.float64)
         off = matrix.copy()
@@ -166,13 +166,13 @@ class Sparse:
         return tuple(a.tobytes() for a in (self.indptr, self.indices, self.weights, self.own))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sparse) and self._key() == other._key()
+        return isinstance(other, SparseMatrix) and self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash(self._key())
 
     def __repr__(self) -> str:
-        return f"Sparse(n={self.n}, edges={len(self.indices)})"
+        return f"SparseMatrix(n={self.n}, edges={len(self.indices)})"
 
     @property
     def n(self) -> int:
@@ -192,8 +192,10 @@ class Sparse:
         return _frozen(np.repeat(np.arange(self.n), np.diff(self.indptr)))
 
     @cached_property
-    def transposed(self) -> "Sparse":
-        return Sparse.from_edges(self.n, self.indices, self.edge_receivers, self.weights, self.own)
+    def transposed(self) -> "SparseMatrix":
+        return SparseMatrix.from_edges(
+            self.n, self.indices, self.edge_receivers, self.weights, self.own
+        )
 
     def neighbours(self, i: int) -> tuple[np.ndarray, np.ndarray, float]:
         """Return the in-neighbours of node i, ascending, their weights, and its own weight."""
@@ -203,9 +205,9 @@ class Sparse:
     def receivers(self, j: int) -> np.ndarray:
         return self.transposed.neighbours(j)[0]
 
-    def slack(self, kappa: float) -> "Sparse":
+    def slack(self, kappa: float) -> "SparseMatrix":
         own = kappa * self.own + (1.0 - kappa)
-        return Sparse(self.indptr, self.indices, kappa * self.weights, own)
+        return SparseMatrix(self.indptr, self.indices, kappa * self.weights, own)
 
     def matrix(self) -> np.ndarray:
         matrix = np.diag(self.own)
@@ -240,21 +242,21 @@ class Sparse:
         )
 
 
-Round = Circulant | Sparse
+Round = Circulant | SparseMatrix
 
 
-class Xor(Sparse):
+class Xor(SparseMatrix):
     """Round that pairs nodes i and i xor k, with another formula for the own weight after slack.
 
     Slack κ gives the own weight 1 − κw, and not κ(1 − w) + (1 − κ) as in other rounds. The formulas
     differ in the last bit, and the digests of runs depend on it.
     """
 
-    def slack(self, kappa: float) -> Sparse:
+    def slack(self, kappa: float) -> SparseMatrix:
         return paired(self.indices, kappa * self.weights[0])
 
 
-def paired(partner: np.ndarray, weight: float = 0.5) -> Sparse:
+def paired(partner: np.ndarray, weight: float = 0.5) -> SparseMatrix:
     """Return a matching: W[i, partner[i]] = weight, W[i, i] = 1 − weight.
 
     :param partner: partner of each node, (n,), with partner[partner[i]] = i; a node i with
@@ -266,5 +268,5 @@ def paired(partner: np.ndarray, weight: float = 0.5) -> Sparse:
     busy = np.flatnonzero(partner != nodes)
     own = np.where(partner != nodes, 1.0 - weight, 1.0)
     is_xor = partner[0] > 0 and np.array_equal(partner, nodes ^ partner[0])
-    kind = Xor if is_xor else Sparse
+    kind = Xor if is_xor else SparseMatrix
     return kind.from_edges(len(partner), busy, partner[busy], weight, own)

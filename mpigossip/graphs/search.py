@@ -16,7 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
-from mpigossip.graphs.annealing import GRAIN, Budget, CandidateGraph, Task, anneal, fill, generator
+from mpigossip.graphs.annealing import (
+    GRAIN,
+    Budget,
+    CandidateGraph,
+    SearchTask,
+    anneal,
+    fill,
+    generator,
+)
 from mpigossip.graphs.base import Graph, GraphError
 from mpigossip.graphs.weights import undirected
 
@@ -66,7 +74,7 @@ class SearchResult:
 class _Best:
     """Best candidate of a search so far; it also records improvements and reports progress."""
 
-    task: Task
+    task: SearchTask
     budget: Budget
     progress: Progress | None
     score: float = 0.0
@@ -97,9 +105,13 @@ class _Best:
                 self.keep_better(_circulant_edges(self.task.n, jumps), score)
 
 
-def task_of(n: int, degree: int | None, edges: int | None, weights: str) -> Task:
+def task_of(n: int, degree: int | None, edges: int | None, weights: str) -> SearchTask:
     """Return the task of a search, after checking its limits.
 
+    :param n: number of nodes
+    :param degree: largest number of neighbours of a node; None: no limit
+    :param edges: largest number of edges; None: no limit
+    :param weights: name of the rule of weights, one of `WEIGHTS`
     :raises GraphError: if no graph fits these limits
     """
     if n < 2:
@@ -123,7 +135,7 @@ def task_of(n: int, degree: int | None, edges: int | None, weights: str) -> Task
             f"{edges} edges can't connect {n} nodes; allow at least {n - 1} (degree {degree} "
             f"allows {largest_edges})"
         )
-    return Task(n, degree, edges, weights)
+    return SearchTask(n, degree, edges, weights)
 
 
 def search(
@@ -174,7 +186,7 @@ def search(
     return _result(task, best, seed, interrupted)
 
 
-def _result(task: Task, best: _Best, seed: int, interrupted: bool) -> SearchResult:
+def _result(task: SearchTask, best: _Best, seed: int, interrupted: bool) -> SearchResult:
     plan = _plan(task, best.edges)
     return SearchResult(
         n=task.n,
@@ -192,7 +204,7 @@ def _result(task: Task, best: _Best, seed: int, interrupted: bool) -> SearchResu
     )
 
 
-def _run(task: Task, budget: Budget, best: _Best, rng: np.random.Generator) -> None:
+def _run(task: SearchTask, budget: Budget, best: _Best, rng: np.random.Generator) -> None:
     """Score circulant graphs, then anneal candidates without symmetry and with cyclic symmetries.
 
     Candidates without symmetry are annealed before and after those with a symmetry. Finally, the
@@ -222,7 +234,7 @@ def _run(task: Task, budget: Budget, best: _Best, rng: np.random.Generator) -> N
     anneal(_plan(task, best.edges), rng, budget, 1.0, (HOT / 10, COLD / 2), best.keep_better)
 
 
-def _plan(task: Task, edges: list[tuple[int, int]]) -> CandidateGraph:
+def _plan(task: SearchTask, edges: list[tuple[int, int]]) -> CandidateGraph:
     """Return the candidate that has the given edges; it has no symmetry (m = 1)."""
     plan = CandidateGraph(task, 1)
     for i, j in edges:
@@ -261,7 +273,7 @@ def _jump_sets(n: int, degree: int) -> Iterable[tuple[int, ...]]:
                 yield jumps + half
 
 
-def _circulants(task: Task, sets: Iterable[tuple[int, ...]]) -> Iterable[tuple[tuple, float]]:
+def _circulants(task: SearchTask, sets: Iterable[tuple[int, ...]]) -> Iterable[tuple[tuple, float]]:
     """Yield each set of jumps with the score of its circulant graph.
 
     The eigenvalues of its Laplacian are λ_k = Σ_jumps (2 − 2 cos(2πk·jump/n)).
@@ -298,7 +310,9 @@ def search_circulants(
     """
     task = task_of(n, degree, edges, weights)
     if task.degree % 2 and n % 2:
-        raise GraphError(f"no circulant graph of {n} nodes has the odd degree {degree}")
+        raise GraphError(
+            f"no circulant graph of {n} nodes has the odd degree {degree}; choose an even degree"
+        )
     divisors = sum(n % d == 0 for d in range(1, (n - 1) // 2 + 1))
     count = divisors * math.comb(max(0, (n - 1) // 2 - 1), max(0, task.degree // 2 - 1))
     if count > limit:

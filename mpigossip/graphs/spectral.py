@@ -335,7 +335,7 @@ def effective_neighbours(graph: Graph, gamma: float = 0.951) -> float:
     :param gamma: γ in [0, 1); the default is the value that Vogels et al. fitted for 32 nodes
     """
     if not 0.0 <= gamma < 1.0:
-        raise GraphError(f"gamma = {gamma} is outside [0, 1)")
+        raise GraphError(f"gamma = {gamma} is outside [0, 1); omit it for the default, 0.951")
     n = graph.n
     first = graph.round(0)
     if graph.period == 1 and (isinstance(first, Circulant) or (n <= DENSE and first.symmetric())):

@@ -86,9 +86,9 @@ def _sample_term(
     }
     for name, value in inputs.items():
         if not value > 0:
-            raise GraphError(f"a lower bound needs {name} > 0, got {value}")
+            raise GraphError(f"a lower bound needs {name} > 0, got {value}; pass a positive number")
     if noise < 0:
-        raise GraphError(f"a lower bound needs noise ≥ 0, got {noise}")
+        raise GraphError(f"a lower bound needs noise ≥ 0, got {noise}; pass 0 for none")
     return delta * smoothness * noise**2 / (n * batch * epsilon**4)
 
 
@@ -214,7 +214,10 @@ def quadratic_limit(
         rate
     """
     if graph.period is None or graph.n > spectral.LARGE:
-        raise GraphError(f"{graph!r}: a limit needs a period and at most {spectral.LARGE} nodes")
+        raise GraphError(
+            f"{graph!r}: the limit of D-PSGD is computed only for graphs with a period and at most "
+            f"{spectral.LARGE} nodes: choose such a graph"
+        )
     limits = []
     for b, a in zip(centre.T, curvature.T, strict=True):
         map_ = np.eye(graph.n)

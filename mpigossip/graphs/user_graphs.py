@@ -19,7 +19,7 @@ import numpy as np
 from mpigossip.config.errors import UserError
 from mpigossip.config.user_code import call_factory, describe_exception, import_object, parameters
 from mpigossip.graphs.base import Cycle, Drawn, Graph, GraphError, from_matrices, static
-from mpigossip.graphs.rounds import Round, Sparse
+from mpigossip.graphs.rounds import Round, SparseMatrix
 from mpigossip.graphs.weights import rule
 
 NETWORKX = (".graphml", ".gml", ".edgelist", ".adjlist")
@@ -53,9 +53,9 @@ def _round(network: Any, weights: str | None, order: Sequence[object]) -> Round:
             values = np.array(list(weight_of.values()), np.float64)
         except (TypeError, ValueError) as error:
             raise GraphError(f'the "weight" of an edge must be a number: {error}') from None
-        return Sparse.from_edges(n, to, source, values)
+        return SparseMatrix.from_edges(n, to, source, values)
     chosen = weights or ("uniform" if network.is_directed() else "metropolis-hastings")
-    return rule(chosen)(Sparse.from_edges(n, to, source, 1.0))
+    return rule(chosen)(SparseMatrix.from_edges(n, to, source, 1.0))
 
 
 def _order(network: Any) -> list[object]:
@@ -204,7 +204,7 @@ def _opened(path: Path) -> Iterator[Any]:
     except GraphError:
         raise
     except FileNotFoundError as error:
-        raise GraphError(f'graph file "{path}" doesn\'t exist') from error
+        raise GraphError(f'graph file "{path}" doesn\'t exist; check the path') from error
     except PermissionError as error:
         raise GraphError(
             f'graph file "{path}" can\'t be read: {error.strerror}; ask its owner for access'
@@ -256,8 +256,15 @@ def from_file(path: str | Path) -> Graph:
     return Graph(Cycle(tuple(weighted)), name)
 
 
-def _edges(edges: Any, n: int, directed: bool, path: Path) -> Sparse:
-    """Return the round, with weights 1, of the pairs of nodes in a file."""
+def _edges(edges: Any, n: int, directed: bool, path: Path) -> SparseMatrix:
+    """Return the round, with weights 1, of the pairs of nodes in a file.
+
+    :param edges: pairs of node numbers, as read from JSON
+    :param n: number of nodes
+    :param directed: True: pairs are (sender, receiver); False: messages go both ways
+    :param path: path of the file, for messages
+    :raises GraphError: if ``edges`` is not a list of distinct pairs of different nodes
+    """
     try:
         pairs = np.array(edges)
     except (TypeError, ValueError):
@@ -273,11 +280,14 @@ def _edges(edges: Any, n: int, directed: bool, path: Path) -> Sparse:
     if len(pairs) and (pairs.min() < 0 or pairs.max() >= n):
         raise GraphError(f'graph file "{path}": an edge leads outside the nodes 0 … {n - 1}')
     if (pairs[:, 0] == pairs[:, 1]).any() or len(np.unique(ends, axis=0)) < len(ends):
-        raise GraphError(f'graph file "{path}": an edge occurs twice or joins a node to itself')
+        raise GraphError(
+            f'graph file "{path}": an edge occurs twice or joins a node to itself: list each edge '
+            "once; in an undirected graph, [0, 1] and [1, 0] are the same edge"
+        )
     source, to = pairs.T
     if not directed:
         source, to = np.concatenate((pairs, pairs[:, ::-1])).T
-    return Sparse.from_edges(n, to, source, 1.0)
+    return SparseMatrix.from_edges(n, to, source, 1.0)
 
 
 def _network(path: Path) -> Any:

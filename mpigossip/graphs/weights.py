@@ -14,16 +14,16 @@ import numpy as np
 
 from mpigossip.config.toml import near
 from mpigossip.graphs.base import Drawn, Graph, GraphError, static
-from mpigossip.graphs.rounds import Circulant, Round, Sparse
+from mpigossip.graphs.rounds import Circulant, Round, SparseMatrix
 
 
-def as_sparse(r: Round) -> Sparse:
-    """Return the same round as `Sparse`."""
-    if isinstance(r, Sparse):
+def as_sparse(r: Round) -> SparseMatrix:
+    """Return the same round as `SparseMatrix`."""
+    if isinstance(r, SparseMatrix):
         return r
     to = np.repeat(np.arange(r.n), r.degree)
     source = (to.reshape(r.n, -1) + np.array(r.offsets, np.int64)).ravel() % r.n
-    return Sparse.from_edges(r.n, to, source, np.tile(r.weights, r.n), np.full(r.n, r.own))
+    return SparseMatrix.from_edges(r.n, to, source, np.tile(r.weights, r.n), np.full(r.n, r.own))
 
 
 def links(graph: Graph) -> Any:
@@ -39,7 +39,12 @@ def links(graph: Graph) -> Any:
 
 
 def _undirected(r: Round, rule: str) -> None:
-    """Raise GraphError if some edge of a round is directed, which the rule does not allow."""
+    """Check that all edges of a round are undirected.
+
+    :param r: round
+    :param rule: name of the rule that requires this, for the message
+    :raises GraphError: if some edge is directed
+    """
     if isinstance(r, Circulant):
         is_undirected = set(r.offsets) == {r.n - o for o in r.offsets}
     else:
@@ -63,7 +68,7 @@ def _with(r: Round, values: np.ndarray | float) -> Round:
     if isinstance(r, Circulant):
         weights = np.broadcast_to(values, r.degree)
         return Circulant(r.n, float(1.0 - weights.sum()), r.offsets, tuple(weights.tolist()))
-    return Sparse.from_edges(r.n, r.edge_receivers, r.indices, values)
+    return SparseMatrix.from_edges(r.n, r.edge_receivers, r.indices, values)
 
 
 def uniform(r: Round) -> Round:
@@ -186,7 +191,7 @@ def _solved(r: Round, signed: bool) -> Round:
     if not signed:
         values = np.maximum(values, 0.0)
         values /= max(1.0, (np.abs(incidence) @ values).max())
-    solution = Sparse.from_edges(r.n, [*to, *source], [*source, *to], [*values, *values])
+    solution = SparseMatrix.from_edges(r.n, [*to, *source], [*source, *to], [*values, *values])
     if not isinstance(r, Circulant):
         return solution
     # The problem is convex and looks the same from every node, so the average of its solution over
@@ -242,4 +247,4 @@ def undirected(
     """
     pairs = np.array(sorted(edges), np.int64).reshape(-1, 2)
     to, source = np.concatenate((pairs, pairs[:, ::-1])).T
-    return static(rule(weights)(Sparse.from_edges(n, to, source, 1.0)))
+    return static(rule(weights)(SparseMatrix.from_edges(n, to, source, 1.0)))

@@ -113,7 +113,10 @@ class Group(Protocol):
         return sum_in_order(per_slot)
 
     def works(self) -> None:
-        """Report to the other processes of the node, if any, that this one is working."""
+        """Report to the other processes of the node, if any, that this process is still working.
+
+        Their waits for this process then start their time limit again.
+        """
         return
 
     def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:

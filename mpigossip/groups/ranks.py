@@ -167,7 +167,8 @@ class RankGroup:
         arrays = self._all_arrays.get(full[0].data_ptr())
         if arrays is None or arrays[0].shape[1] != full[0].shape[1]:
             raise GroupError(
-                "other ranks can access an array only if zeros() of this group made it"
+                "this array is not in shared memory, so that other ranks can't access it: allocate "
+                "it by zeros() of this group"
             )
         return [array[: len(full[0])] for array in arrays]
 

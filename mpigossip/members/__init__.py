@@ -7,7 +7,7 @@ The folder contains these files:
     chain/000007/000042       rounds of a place in order, followed by one closing record
     ledger/0000/000012.1      claims of chunks: second claim to block 12
     models/000007-….h5        newest models of a place
-    closed/000007.000345      hint that a place is closed, and the age of its newest model
+    closed/000007.000345      place 7 is closed, and the age of its newest model is 345
     END                       versions whose average is the result
 
 Each file is published once, with its whole content, by link(2), and never changes.

@@ -60,8 +60,8 @@ class Ledger:
         chosen at random.
 
         :param member: the `Place` of this member
-        :return: name of the claim, the claim, and the number of its chunks; None if nothing can be
-            claimed now
+        :return: name of the claim in the ledger, the claim, and the number of its chunks; None if
+            no chunk can be claimed now
         """
         # Another member may claim the chosen block first.
         for _ in range(TRIES):
@@ -81,7 +81,7 @@ class Ledger:
 
         :param name: name of one of the claims to the block
         """
-        self.disk.publish(f"{name.rpartition('.')[0]}.done", b"")
+        self.disk.mark(f"{name.rpartition('.')[0]}.done")
 
     @property
     def finished(self) -> bool:

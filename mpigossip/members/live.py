@@ -1,26 +1,29 @@
-"""Exchange of a member through the folder: in each round, it publishes its model and reads one."""
+"""Exchange of a member through the folder: it publishes its model and reads a peer's each round."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import os
-import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mpigossip.members.outages import FolderUnreachable, cause
 from mpigossip.members.pace import peer_weight
+from mpigossip.members.parts import Part, cut, joined
 from mpigossip.members.place import KEEP, LEASES, NEWEST, Fenced, Place, TooFarBehind
-from mpigossip.members.records import Round
+from mpigossip.members.records import Round, Shard
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.manifest import Entry
+
+T = TypeVar("T")
 
 POLL_S = 2.0
 """Seconds after which a member that waits for a chunk reads the folder again."""
@@ -34,7 +37,7 @@ class NoModel(StoreError):
 
 
 class StopRequested(Exception):
-    """The member was asked to stop."""
+    """Exception that ends the stay of a member that was asked to stop."""
 
 
 def digest(state: NodeState) -> str:
@@ -55,25 +58,25 @@ def layout(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> str:
 def rounds_late(own: Sequence[int], age: int) -> int:
     """Return the number of a member's last rounds that are newer than a peer's model.
 
-    :param own: ages of the models of the member's last rounds, oldest first
-    :param age: age of the peer's model
+    :param own: ages of the models of the member's last rounds (`Round.age`), oldest first
+    :param age: age of the peer's model (`Round.age`)
     :return: at most ``len(own) - 1``, so that it is an index into ``own`` from its end
     """
     return max(0, min(sum(own_age > age for own_age in own), len(own) - 1))
 
 
 def correct_for_age(state: NodeState, now: NodeState, then: NodeState, late: int) -> NodeState:
-    """Return a peer's late model, corrected so that it can be averaged with the present own model.
+    """Return a peer's late model, corrected so that it can be averaged with the member's model x.
 
     If a model that is l rounds old were averaged like a new one, it would hold back the training.
-    The member therefore computes x ← x + ½ (x_j − x_i) / (1 + l), where x_j is the peer's model
-    and x_i is the own model of the same age. The division is necessary because the difference is
-    l rounds old and does not yet include the effect of the averages since then: without it, the
-    difference would grow.
+    The member therefore computes x ← x + ½ (x_j − x_i) / (1 + l), where x_j is the peer's model,
+    and x_i is the model that the member itself had when it was as old as x_j. The difference x_j −
+    x_i does not include the effect of the averages of the last l rounds. Without the division, the
+    differences between models would therefore grow.
 
     :param state: the peer's model x_j
-    :param now: the own model x at present
-    :param then: the own model x_i, as old as ``state``
+    :param now: the member's present model x
+    :param then: the member's earlier model x_i, as old as ``state``
     :param late: result l of :func:`rounds_late`; 0: ``state`` is returned unchanged
     """
     if not late:
@@ -82,10 +85,18 @@ def correct_for_age(state: NodeState, now: NodeState, then: NodeState, late: int
     return replace(state, parameters=now.parameters + step)
 
 
+def digest_of_shards(shards: Sequence[Shard]) -> str:
+    """Return the digest of a model in several files: the SHA-256 of the text of their digests."""
+    return hashlib.sha256("".join(shard.digest for shard in shards).encode()).hexdigest()
+
+
 def read_model(
-    place: Place, version: Round, failures: list[Exception] | None = None
+    place: Place,
+    version: Round,
+    failures: list[Exception] | None = None,
+    part: Part | None = None,
 ) -> NodeState | None:
-    """Return a model, or None if it is missing, incomplete or damaged.
+    """Return a model or a part of it, or None if it is missing, incomplete or damaged.
 
     Damage is reported once per file.
 
@@ -93,22 +104,23 @@ def read_model(
     :param version: record of the round that published the model
     :param failures: list to which errors of the file system are added. They do not show that the
         model is damaged, so the caller can read it again. None: they are reported like damage
+    :param part: part of the model to return; only the files that contain elements of it are read.
+        None: the whole model
     """
     disk = place.disk
+    shards = version.files
+    wanted = [n for n in range(len(shards)) if part is None or part.needs(n, len(shards))]
     name = f"models/{version.file}"
+    states = []
     try:
-        owner = os.lstat(disk.path(name)).st_uid
-        if not disk.shared and owner != os.getuid():
-            raise StoreError(f"it belongs to user {owner}; give --shared to use it")
-        entry = Entry(
-            version.place, version.file, version.bytes, version.checksum, version.parameters
-        )
-        state = checkpoint.read_state(disk.root / "models", entry, version.parameters, version.step)
-        if digest(state) != version.digest:
-            raise StoreError("it is not the model that its record describes")
-        if place.layout not in ("", layout(state.names, state.shapes)):
-            raise StoreError("its parameters differ from those of this member's model")
-        return state
+        for shard in (shards[n] for n in wanted):
+            name = f"models/{shard.file}"
+            states.append(_read_shard(place, version, shard))
+        if part is None:
+            return states[0] if len(shards) == 1 else joined(states)
+        if len(shards) == part.ranks:
+            return states[0]
+        return cut(joined(states), part, shards[wanted[0]].first)
     except (StoreError, OSError) as error:
         missing = error if isinstance(error, FileNotFoundError) else error.__context__
         if isinstance(missing, FileNotFoundError):
@@ -123,20 +135,100 @@ def read_model(
         return None
 
 
+def _read_shard(place: Place, version: Round, shard: Shard) -> NodeState:
+    """Read a file of a model and compare it with its record.
+
+    :param place: place of the member that reads
+    :param version: record of the round that published the model
+    :param shard: description of the file in this record
+    :raises StoreError: if the file is damaged, or belongs to another user or model
+    """
+    disk = place.disk
+    owner = os.lstat(disk.path(f"models/{shard.file}")).st_uid
+    if not disk.shared and owner != os.getuid():
+        raise StoreError(f"it belongs to user {owner}; give --shared to use it")
+    entry = Entry(version.place, shard.file, shard.bytes, shard.checksum, shard.parameters)
+    state = checkpoint.read_state(disk.root / "models", entry, version.parameters, version.step)
+    if digest(state) != shard.digest:
+        raise StoreError("it is not the model that its record describes")
+    if place.layout not in ("", layout(state.names, state.shapes)):
+        raise StoreError("its parameters differ from those of this member's model")
+    return state
+
+
+class OneRank:
+    """Collective decisions of a member that has one rank, so that nothing has to be sent.
+
+    `mpigossip.runs.members.ranks.SeveralRanks` has the same methods for a member of several ranks.
+    """
+
+    rank = 0
+    """Number of this rank; rank 0 alone uses names and records of the folder."""
+    part: Part | None = None
+    """Part of the model that this rank reads and writes; None: each rank reads whole models, and
+    only rank 0 writes them."""
+
+    def decide(self, work: Callable[[], T], place: Place, read: Callable[[Any], Any]) -> T:
+        """Return the result of ``work()``, which only rank 0 calls, on all ranks; collective.
+
+        :param work: function that returns a small value that can be pickled. All ranks raise its
+            exceptions. It may call :meth:`ask`
+        :param place: the member's place, whose counters the other ranks take over
+        :param read: function that the other ranks call with the argument of :meth:`ask`
+        """
+        return work()
+
+    def ask(self, command: Any, read: Callable[[Any], T]) -> list[T]:
+        """Call ``read(command)`` on all ranks; return the results in rank order.
+
+        Only rank 0 calls this method, in the ``work`` of :meth:`decide`. The other ranks, which are
+        in :meth:`decide`, too, then call the ``read`` that they have passed there.
+
+        :param command: value that can be pickled and that is sent to all ranks
+        :param read: function of ``command``
+        """
+        return [read(command)]
+
+    def collect(self, value: T) -> list[T]:
+        """Return the values of all ranks on rank 0, and an empty list on other ranks.
+
+        It is called in the thread that writes models.
+        """
+        return [value]
+
+    def agree(self, flag: bool) -> bool:
+        """Return whether the flag of any rank is true; collective."""
+        return flag
+
+
 class FolderExchange:
     """Exchange of a member through the folder, which holds its own and its peers' models.
 
     Models are written in a background thread while the next round is trained.
+
+    A member of several ranks has this object on each of them, and methods are collective. Rank 0
+    alone decides, reads and writes records, and uses the place. Each rank reads and writes its part
+    of the models.
     """
 
-    def __init__(self, place: Place, stopping: Callable[[], bool], poll_s: float = POLL_S):
+    def __init__(
+        self,
+        place: Place,
+        stopping: Callable[[], bool],
+        poll_s: float = POLL_S,
+        ranks: OneRank | None = None,
+    ):
         """Start the thread that writes models.
 
         :param place: place of this member
         :param stopping: function that returns whether the member was asked to leave
         :param poll_s: seconds after which a member without work reads the folder again
+        :param ranks: ranks of the member; None: one rank
         """
         self.place = place
+        self.ranks = ranks or OneRank()
+        self._read_states: dict[Round, NodeState] = {}
+        """States that this rank has read in the present decision."""
         self.poll_s = poll_s
         self.promises = 1
         """Longest silence, in leases, that this member promises for its next stay."""
@@ -154,10 +246,63 @@ class FolderExchange:
 
     def stopping(self) -> bool:
         """Return whether this member was asked to leave, or the folder contains a file STOP."""
+        return self.ranks.agree(self._stopping())
+
+    def _stopping(self) -> bool:
+        """Return whether this rank was asked to leave, or sees a file STOP in the folder."""
         now = time.monotonic()
-        if not self._stop_seen and now - self._looked_at >= self.poll_s:
+        looks = self.ranks.rank == 0 and not self._stop_seen
+        if looks and now - self._looked_at >= self.poll_s:
             self._looked_at, self._stop_seen = now, self.place.disk.sees("STOP")
         return self._leave_requested() or self._stop_seen
+
+    def decide(self, work: Callable[[], T]) -> T:
+        """Return the result of ``work()``, which only rank 0 calls, on all ranks; collective."""
+        self._read_states = {}
+        return self.ranks.decide(work, self.place, self._read_part)
+
+    def ended(self) -> bool:
+        """Return whether the training has ended."""
+        return self.decide(lambda: self.place.ended() is not None)
+
+    def _read(self, version: Round, failures: list[Exception] | None = None) -> NodeState | None:
+        """Read a model on all ranks like :func:`read_model`; return the part of this rank.
+
+        If any rank can't read its part, the result is None.
+        """
+        answers = self.ranks.ask((version, failures is not None), self._read_part)
+        for _, errors, lines in answers:
+            for line in lines:
+                self.place.report(line)
+            if failures is not None:
+                failures += errors
+        return self._read_states.get(version) if all(was_read for was_read, *_ in answers) else None
+
+    def _read_part(self, command: tuple[Round, bool]) -> tuple[bool, list[Exception], list[str]]:
+        """Read the part of this rank.
+
+        :param command: record of the round, and whether to return errors of the file system
+        :return: whether the part was read, errors, and lines that rank 0 has to report
+        """
+        version, keeps_failures = command
+        lines: list[str] = []
+        report = self.place.report
+        if self.ranks.rank:
+            self.place.report = lines.append
+        failures: list[Exception] | None = [] if keeps_failures else None
+        try:
+            state = read_model(self.place, version, failures, self.ranks.part)
+        finally:
+            self.place.report = report
+        if state is not None:
+            self._read_states[version] = state
+        return state is not None, [cause(error) or error for error in failures or ()], lines
+
+    def local_parts(self, versions: Sequence[Round]) -> list[NodeState]:
+        """Return the parts of models that this rank has read in the last decision."""
+        states = self._read_states
+        self._read_states = {}
+        return [states[version] for version in versions]
 
     @contextlib.contextmanager
     def stay(self) -> Iterator[None]:
@@ -196,9 +341,14 @@ class FolderExchange:
         :raises NoModel: if there are models, but all of them are damaged
         """
         self.place.layout = about.get("layout", "")
-        self.place.join(self.promises)
-        inputs, states = self._current(self.place.beginnings, NEWEST)
-        self.place.start(inputs, about)
+
+        def work() -> list[Round]:
+            self.place.join(self.promises)
+            inputs, _ = self._current(self.place.beginnings, NEWEST)
+            self.place.start(inputs, about)
+            return inputs
+
+        states = self.local_parts(self.decide(work))
         self._last_models: list[tuple[int, NodeState]] = []
         return states
 
@@ -208,8 +358,16 @@ class FolderExchange:
         """Read models like :meth:`newest`, from the versions that ``choose`` returns.
 
         If no model can be read, ``choose`` is called again, because newer versions may have
-        replaced the first ones meanwhile.
+        replaced the first ones meanwhile. A stale listing may hide these for a while. If a place
+        that is not closed has removed its models, versions are therefore chosen again for at most
+        one lease.
+
+        :param choose: function that returns versions in the order of preference
+        :param limit: largest number of models to read
+        :raises StopRequested: if the member is asked to leave while it waits
         """
+        place = self.place
+        deadline = place.now() + place.plan.lease_s
         versions = choose()
         while True:
             try:
@@ -217,8 +375,18 @@ class FolderExchange:
             except NoModel:
                 previous = versions
                 versions = choose()
-                if versions == previous:
+                waits = place.now() < deadline and any(map(self._is_replaced, versions))
+                if not versions or (versions == previous and not waits):
                     raise
+            if versions == previous:
+                if self._stopping():
+                    raise StopRequested
+                time.sleep(self.poll_s)
+
+    def _is_replaced(self, version: Round) -> bool:
+        """Return whether a place that is not closed has removed the model of this version."""
+        listed = all(self.place.disk.exists(f"models/{shard.file}") for shard in version.files)
+        return not listed and self.place.refresh(version.place).closed is None
 
     def newest(self, versions: list[Round], limit: int) -> tuple[list[Round], list[NodeState]]:
         """Read models like :meth:`readable`; if none can be read, try earlier rounds of the places.
@@ -267,15 +435,19 @@ class FolderExchange:
     ) -> dict[Round, NodeState]:
         states: dict[Round, NodeState] = {}
         for version in versions:
-            state = read_model(self.place, version, failures) if len(states) < limit else None
+            state = self._read(version, failures) if len(states) < limit else None
             if state is not None:
                 states[version] = state
         return states
 
     def _no_model(self, count: int, failures: list[Exception]) -> Exception:
-        """Return the error to raise if no model can be read.
+        """Return the exception to raise if no model can be read.
 
-        An error of the file system takes precedence, because the reading is then repeated.
+        If there is an error of the file system, the exception is this error: the caller then
+        repeats the reading.
+
+        :param count: number of models that the member has tried to read
+        :param failures: errors of the file system, see :func:`read_model`
         """
         text = f"{self.place.disk.root}: none of {count} models can be read; "
         text += "copy one back to models/, or start in a new folder"
@@ -291,6 +463,9 @@ class FolderExchange:
         :raises Fenced: if other members have closed this place
         :raises StopRequested: if the member is asked to leave while it waits
         """
+        return self.decide(self._chunk)
+
+    def _chunk(self) -> tuple[int, int] | None:
         while True:
             if not self.place.remaining:
                 self.written()
@@ -304,7 +479,7 @@ class FolderExchange:
                 versions, _ = self._current(self.place.endings, 64)
                 self.place.end(versions)
                 continue
-            if self.stopping():
+            if self._stopping():
                 raise StopRequested
             time.sleep(self.poll_s)
 
@@ -317,6 +492,12 @@ class FolderExchange:
         """Return the seconds since the last chunk was claimed, without outages of the folder."""
         return self.place.now() - self._chunk_time
 
+    def _measure_chunk(self) -> None:
+        """Set the place's seconds per chunk to the median of the last `MEASURED_ROUNDS` rounds."""
+        seconds = self.round_seconds() / self.place.chunks
+        self._chunk_seconds = [*self._chunk_seconds[1 - MEASURED_ROUNDS :], seconds]
+        self.place.chunk_s = statistics.median(self._chunk_seconds)
+
     def send(self, state: NodeState) -> int:
         """Publish this round's model in the background; return its size in bytes.
 
@@ -325,47 +506,85 @@ class FolderExchange:
         :raises Fenced: if other members have closed this place
         """
         place = self.place
-        seconds = self.round_seconds() / place.chunks
-        self._chunk_seconds = [*self._chunk_seconds[1 - MEASURED_ROUNDS :], seconds]
-        place.chunk_s = statistics.median(self._chunk_seconds)
-        self.written()
-        draft = place.draft(int(state.numbers["index"]))
-        claim = place.remaining
-        saved = replace(state, arrays={})
+        if self.ranks.rank:
+            self.written()
+
+        def prepare() -> tuple[Round, int]:
+            self.written()
+            self._measure_chunk()
+            return place.draft(int(state.numbers["index"])), place.remaining
+
+        draft, claim = self.decide(prepare)
+        saved = replace(state, arrays={}, pieces={})
         self._last_models = [*self._last_models[1 - KEEP :], (draft.age, saved)]
 
         def work() -> None:
-            entry = place.disk.retry(lambda: self._write(draft, state), "models")
-            if entry is None:
+            if self.ranks.rank and self.ranks.part is None:
+                return
+            written = self.ranks.collect(self._shard(draft, state))
+            if self.ranks.rank:
+                return
+            shards = [shard for shard in written if isinstance(shard, Shard)]
+            for error in written:
+                if isinstance(error, Exception):
+                    raise error
+            if len(shards) < len(written):
                 place.fenced = True
                 return
+            several = len(shards) > 1
             place.publish(
                 draft,
                 claim == 0,
-                file=entry.file,
-                bytes=entry.bytes,
-                checksum=entry.checksum,
-                parameters=entry.parameters,
-                digest=digest(state),
+                file=shards[0].file,
+                bytes=sum(shard.bytes for shard in shards),
+                checksum=shards[0].checksum,
+                parameters=sum(shard.parameters for shard in shards),
+                digest=digest_of_shards(shards) if several else shards[0].digest,
+                shards=tuple(shards) if several else (),
             )
 
         self._written = self._writer.submit(work)
         return sum(array.nbytes for array in state.stored().values())
 
+    def _shard(self, draft: Round, state: NodeState) -> Shard | Exception | None:
+        """Write the part of this rank to a file; return the description of the file for the record.
+
+        The result is an exception if writing failed, and None if other members have closed the
+        place. The exception is not raised here, because rank 0 waits for a result of each rank.
+
+        :param draft: record of the round, without its model
+        :param state: part of the model that this rank holds
+        """
+        try:
+            entry = self.place.disk.retry(lambda: self._write(draft, state), "models")
+        except Exception as error:  # noqa: BLE001
+            return error
+        if entry is None:
+            return None
+        part = self.ranks.part
+        first = part.first if part else 0
+        return Shard(
+            entry.file, entry.bytes, entry.checksum, first, entry.parameters, digest(state)
+        )
+
     def _write(self, draft: Round, state: NodeState) -> Entry | None:
         """Write a model under a new name; return None if other members have closed the place.
 
-        They also remove files of a place that was closed long ago, even unfinished ones. Writing
-        then fails for a reason that is no outage of the file system.
+        If they closed it long ago, they also remove its files, even unfinished ones. Writing then
+        fails for a reason that is no outage of the file system.
+
+        :param draft: record of the round, without its model
+        :param state: the model, or the part of it that this rank holds
         """
         disk = self.place.disk
-        path = disk.path(f"models/{draft.place:06d}-{secrets.token_hex(8)}.h5")
+        rank = self.ranks.rank if self.ranks.part else None
+        path = disk.path(f"models/{self.place.model_name(draft, rank)}")
         try:
             entry = checkpoint.write_state(path, draft.place, state)
             disk.share(path)
         except (StoreError, OSError) as error:
             disk.discard(path)
-            if self.place.closed_by_others(draft):
+            if self.ranks.rank == 0 and self.place.closed_by_others(draft):
                 return None
             if isinstance(cause(error), FileNotFoundError):
                 disk.make("models")
@@ -391,24 +610,35 @@ class FolderExchange:
 
         :raises TooFarBehind: if this member's model is too old to be averaged
         """
-        for version in self.place.peers():
-            state = read_model(self.place, version)
-            if state is not None:
-                self.place.took(version)
-                self.peer_weight = peer_weight(self.place.chunks, version.chunks)
-                rounds = rounds_late([age for age, _ in self._last_models], version.age)
-                return correct_for_age(
-                    state, self._last_models[-1][1], self._last_models[-1 - rounds][1], rounds
-                )
-        return None
+
+        def find() -> Round | None:
+            for version in self.place.peers():
+                if self._read(version) is not None:
+                    self.place.took(version)
+                    return version
+            return None
+
+        version = self.decide(find)
+        if version is None:
+            return None
+        (state,) = self.local_parts([version])
+        self.peer_weight = peer_weight(self.chunks, version.chunks)
+        rounds = rounds_late([age for age, _ in self._last_models], version.age)
+        return correct_for_age(
+            state, self._last_models[-1][1], self._last_models[-1 - rounds][1], rounds
+        )
 
     def leave(self) -> None:
-        """Publish the model in the background, then close the place unless others have done so."""
+        """Publish the model in the background, then close the place unless others have done so.
+
+        This is not collective: ranks other than 0 only wait until their part is written.
+        """
         if self.place.number < 0:
             return
         with contextlib.suppress(Fenced):
             self.written()
-            self.place.leave()
+            if self.ranks.rank == 0:
+                self.place.leave()
 
     def close(self) -> None:
         """Stop the thread that writes models."""

@@ -50,13 +50,13 @@ T = TypeVar("T")
 
 
 class FolderUnreachable(Failure):
-    """An operation on a training's folder has failed for too long. Another host may succeed."""
+    """Error if an operation on a training's folder fails for too long; another host may succeed."""
 
     code = STOPPED
 
 
 class ForeignFile(PermissionError):
-    """A file belongs to another user, in a folder that this member does not share with others."""
+    """Error if a file belongs to another user, although the folder is not shared (`--shared`)."""
 
 
 def cause(error: BaseException) -> OSError | None:
@@ -177,7 +177,12 @@ def _describe(error: OSError, path: Path) -> str:
 
 
 def _final(error: OSError, path: Path, limit_s: float) -> Exception:
-    """Return the exception that ends the member; its class decides if the job is queued again."""
+    """Return the exception that ends the member; its class decides if the job is queued again.
+
+    :param error: error of the file system
+    :param path: path for the message, if the error has none
+    :param limit_s: seconds for which the operation has failed
+    """
     text = f"{_describe(error, path)}, for {limit_s:g} s"
     if isinstance(error, ForeignFile):
         return StoreError(f"{text}; give --shared to use the files of other users")

@@ -27,9 +27,9 @@ def chunks_of_round(own_s: float, others_s: Iterable[float], longest: int) -> in
 def peer_weight(own: int, peer: int) -> float:
     """Return the weight of the peer's model x_j in the average (1 − w) x_i + w x_j.
 
-    w = w_j/(w_i + w_j), where w_i = n_i · n_i/s_i follows the n_i samples and s_i steps of the round
-    after which x_i was published. This is the rule of Decoupled DiLoCo (arXiv 2604.21428), with
-    samples for tokens. The batches of all members are equal, so that n_i/s_i is the same number for
+    w = w_j/(w_i + w_j), where w_i = n_i · n_i/s_i follows from the n_i samples and s_i steps of the
+    round after which x_i was published. This is the rule of Decoupled DiLoCo (arXiv 2604.21428),
+    with samples for tokens. The batches of all members are equal, so that n_i/s_i is the same for
     all members, and w_i is proportional to the number of chunks in the round.
 
     If every member i always has the same w_i, the averages are a reversible Markov chain: repeated

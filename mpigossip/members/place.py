@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 from mpigossip.members.ledger import Ledger
 from mpigossip.members.pace import chunks_of_round
 from mpigossip.members.records import (
+    KEPT,
     Claim,
     Closed,
     End,
@@ -41,11 +43,11 @@ LEASES = 16
 
 
 class Fenced(Exception):
-    """Other members have closed this place: its round is void, and the member joins again."""
+    """Error if other members have closed this place: its round is void; the member joins again."""
 
 
 class TooFarBehind(Exception):
-    """A member's model is too old to be averaged: the member joins again."""
+    """Error if a member's model is too old to be averaged; the member then joins again."""
 
 
 class TrainingPlan(NamedTuple):
@@ -58,13 +60,16 @@ class TrainingPlan(NamedTuple):
     lease_s: float
     """Lease, in seconds: the time for which a member may be silent, unless it has promised a
     multiple of it."""
+    keep_every: int = 0
+    """Number K: the model of every K-th round of a place is never removed; 0: the models of all
+    older rounds are removed."""
     longest: int = 1
     """Largest number of chunks that a member trains in a round."""
 
 
 @dataclass
 class Chain:
-    """Records of another place, as far as this member has read them."""
+    """Summary of the records of another place that this member has read so far."""
 
     promise: float
     """Longest silence, in seconds, that the newest usable record of the place allows."""
@@ -100,6 +105,8 @@ class Place:
     """Claim whose chunks this member trains; None before the first one."""
     number = -1
     """Number of this place; -1: this object only reads and has not joined."""
+    fenced = False
+    """True if other members have closed this place; only the rank that decides knows this."""
     layout = ""
     """Digest of the parameter layout that models must have; "": any layout is accepted."""
 
@@ -161,7 +168,7 @@ class Place:
         self._own: set[str] = set()
         self.peer: Round | None = None
         self.averaged: dict[int, int] = {}
-        self.files: list[str] = []
+        self.files: list[list[str]] = []
         self.fenced = False
 
     def beginnings(self) -> list[Round]:
@@ -251,7 +258,7 @@ class Place:
 
         :param place: number of the place
         :param number: number of the record in its chain
-        :param listed: whether the record is known to exist, as in :meth:`RecordStore.read`
+        :param listed: whether the record must exist, as in :meth:`RecordStore.read`
         :return: the record; None if it does not exist; an object of the base class `Record` if it
             is unusable, or belongs to another place or round
         """
@@ -285,22 +292,13 @@ class Place:
     def peers(self) -> Iterator[Round]:
         """Iterate over the versions to average with in this round, best first.
 
-        The caller takes the first one whose model can be read. The peers follow the one-peer
-        exponential graph over the m present places in ascending order: the first candidate is the
-        place at offset 2^(round mod ⌈log2 m⌉), and up to three more follow at the offsets of the
-        next rounds. A version is never averaged twice, and a version that is more than `BEHIND`
+        The caller takes the first one whose model can be read. :func:`peer_order` determines the
+        order of places. A version is never averaged twice, and a version that is more than `BEHIND`
         older than the own model is skipped.
 
         :raises TooFarBehind: if the own model is more than `BEHIND` older than a candidate
         """
-        places = self.present()
-        position = places.index(self.number)
-        place_count = len(places)
-        turns = max(1, (place_count - 1).bit_length())
-        for turn in range(min(turns, 4)):
-            place = places[(position + (1 << (self.round + turn) % turns)) % place_count]
-            if place == self.number:
-                continue
+        for place in peer_order(self.present(), self.number, self.round):
             version = self.refresh(place).last
             if version is None or self.absent(place):
                 continue
@@ -383,9 +381,9 @@ class Place:
     # -- publishing -------------------------------------------------------------------------------
 
     def draft(self, step: int) -> Round:
-        """Return the record of the round that ends now, still without its model.
+        """Return the record of the round that ends now, without the fields that describe its model.
 
-        The counters of this place move on to the next round.
+        The call advances the counters of this place to the next round.
 
         :param step: step count that is stored with the model
         """
@@ -416,6 +414,17 @@ class Place:
         self.peer = None
         return draft
 
+    def model_name(self, draft: Round, rank: int | None = None) -> str:
+        """Return a new name for the model of a round, which other users can't guess.
+
+        :param draft: result of :meth:`draft`
+        :param rank: rank whose part of the model the file holds; None: the file holds a whole model
+        """
+        every = self.plan.keep_every
+        part = "" if rank is None else f"-{rank:04d}"
+        end = KEPT if every and draft.round % every == 0 else ".h5"
+        return f"{draft.place:06d}-{secrets.token_hex(8)}{part}{end}"
+
     def publish(self, draft: Round, done: bool, **model: Any) -> None:
         """Publish a round whose model has been written; called in the thread that wrote it.
 
@@ -429,14 +438,16 @@ class Place:
         if not self.disk.publish(record_name(record.place, record.round), record.encode()):
             self.fenced = True
             return
-        self.files.append(record.file)
+        self.files.append([shard.file for shard in record.files])
         while len(self.files) > KEEP:
-            self.disk.remove(f"models/{self.files.pop(0)}")
+            for file in self.files.pop(0):
+                if not file.endswith(KEPT):
+                    self.disk.remove(f"models/{file}")
         if done:
             self.ledger.finish(record.claim)
 
     def closed_by_others(self, draft: Round) -> bool:
-        """Return whether the name of a round is already listed, so it can't be published."""
+        """Return whether the name of a round is already taken, so that it can't be published."""
         return self.disk.exists(record_name(draft.place, draft.round))
 
     def _remove_old(self) -> None:
@@ -444,7 +455,7 @@ class Place:
         oldest = self.age - OLD * self.plan.longest
         old = {f"{place:06d}" for place, age in self._closed().items() if age < oldest}
         for name in self.disk.names("models") if old else ():
-            if name.partition("-")[0] in old:
+            if name.partition("-")[0] in old and not name.endswith(KEPT):
                 self.disk.remove(f"models/{name}")
 
     def leave(self) -> None:
@@ -511,23 +522,24 @@ class Place:
         return [int(name) for name in self.disk.names(folder) if re.fullmatch(r"\d{6,15}", name)]
 
     def _closed(self) -> dict[int, int]:
-        """Return the age of the newest model of each place that has a hint in the folder `closed`.
+        """Return the places that the folder `closed` names, each with the age of its newest model.
 
-        A hint is a file that says that the place is closed.
+        An empty file there, such as 000007.000345, shows that place 7 is closed, and that the age
+        of its newest model is 345.
         """
         names = self.disk.names("closed")
         hints = [name for name in names if re.fullmatch(r"\d{6,15}\.\d{6,15}", name)]
         return {int(place): int(age) for place, age in (name.split(".") for name in hints)}
 
     def _hint_closed(self, place: int, age: int) -> None:
-        self.disk.publish(f"closed/{place:06d}.{age:06d}", b"")
+        self.disk.mark(f"closed/{place:06d}.{age:06d}")
 
     def read(self, name: str, *kinds: type[Record], listed: bool = False) -> Any:
         """Read a record by its name.
 
         :param name: name in the folder
         :param kinds: classes that the record may have
-        :param listed: whether the name is known to exist, as in :meth:`RecordStore.read`
+        :param listed: whether the name must exist, as in :meth:`RecordStore.read`
         :return: the record; None if it does not exist; an object of the base class `Record` if it
             is unusable, which is reported once
         """
@@ -543,6 +555,24 @@ class Place:
         if name not in self._reported:
             self._reported.add(name)
             self.report(f"{name}: {text}; it is ignored")
+
+
+def peer_order(places: Sequence[int], place: int, round_: int) -> Iterator[int]:
+    """Iterate over the places with which a place may average before a round, best first.
+
+    They follow the one-peer exponential graph over the m present places: the first one is at offset
+    2^(round mod ⌈log2 m⌉), and up to three more follow at the offsets of the next rounds.
+
+    :param places: numbers of the present places, in ascending order
+    :param place: the place that averages, one of ``places``
+    :param round_: number of the round
+    """
+    position = places.index(place)
+    turns = max(1, (len(places) - 1).bit_length())
+    for turn in range(min(turns, 4)):
+        peer = places[(position + (1 << (round_ + turn) % turns)) % len(places)]
+        if peer != place:
+            yield peer
 
 
 def record_name(place: int, number: int) -> str:

@@ -45,6 +45,12 @@ class RecordStore:
     whole content by link(2), or not at all, and its content never changes. A stale listing can
     therefore only lack new names.
 
+    That each chunk is trained exactly once needs two fsyncs per name: of the content before the
+    link, so that a name never has an incomplete content, and of the folder after it, so that a name
+    that others have seen is still there after a crash of the server. Models are flushed in the same
+    way before their record appears, so that the work of a published round is not lost. Hints
+    (:meth:`mark`) need none. Removing temporary files and old models only saves space.
+
     If the file system fails, `Outages` repeats the operation, because such an error does not show
     whether the file exists or is valid. A file counts as missing only if its name was never listed,
     and as unusable only if its kind or content was examined and is invalid.
@@ -250,6 +256,29 @@ class RecordStore:
         """Give a finished file a second name, atomically."""
         os.link(temporary, path)
 
+    def mark(self, name: str) -> None:
+        """Create an empty file that is only a hint, and do not flush it to stable storage.
+
+        If it is lost in a crash of the server, members read the records from which it follows.
+        """
+        self.retry(lambda: self._mark(name), name)
+
+    def _mark(self, name: str) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            descriptor = os.open(self.path(name), flags, 0o666)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            if not self._make(name.rpartition("/")[0]):
+                raise
+            self._mark(name)
+            return
+        try:
+            self._share(descriptor)
+        finally:
+            os.close(descriptor)
+
     def share(self, path: Path) -> None:
         """Make a file readable for other users if the folder is shared, in spite of the umask."""
         if self.shared:
@@ -361,8 +390,10 @@ def _change_mode(file: int | Path, mode: int) -> None:
 
 MOST = 1 << 53
 """Upper limit, exclusive, of the numbers in a record."""
-FILE = r"\d{6}-[0-9a-f]{16}\.h5"
-"""Regular expression for the names of model files."""
+FILE = r"\d{6}-[0-9a-f]{16}(-\d{4})?(\.kept)?\.h5"
+"""Regular expression for the names of model files; the name of a shard contains the rank."""
+KEPT = ".kept.h5"
+"""End of the names of models that are never removed, see `TrainingPlan.keep_every`."""
 
 
 class Version(NamedTuple):
@@ -370,6 +401,23 @@ class Version(NamedTuple):
 
     place: int
     round: int
+
+
+class Shard(NamedTuple):
+    """Description of a file with the part of a model that one rank of a member holds."""
+
+    file: str
+    """Name of the file in `models`."""
+    bytes: int
+    """Size of the file, in bytes."""
+    checksum: str
+    """Checksum of the bytes of the file."""
+    first: int
+    """Index of the first element of the part in the flat parameters of the model."""
+    parameters: int
+    """Number of elements of the part."""
+    digest: str
+    """SHA-256 of the arrays in the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,7 +433,8 @@ class Record:
 
     def encode(self) -> bytes:
         """Return the record as JSON, with the name of the class as its kind."""
-        return json.dumps({"kind": type(self).__name__.lower(), **asdict(self)}).encode()
+        values = {k: v for k, v in asdict(self).items() if k not in OPTIONAL or v}
+        return json.dumps({"kind": type(self).__name__.lower(), **values}).encode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -409,9 +458,9 @@ class Round(Record):
     """Name of the claim that contains the chunks."""
     chunk: int
     """Number of the first chunk."""
-    chunks: int
+    chunks: int = 1
     """Number of chunks that were trained, one after the other."""
-    chunk_s: float
+    chunk_s: float = 0.0
     """Seconds that the member needs for a chunk, as measured in its last rounds; 0: unknown."""
     peer: tuple[Version, ...]
     """Model with which the member has averaged its own before this round; empty: none."""
@@ -426,20 +475,28 @@ class Round(Record):
     step: int
     """Step count that is stored with the model."""
     file: str
-    """Name of the model's file in `models`."""
+    """Name of the model's file in `models`; with `shards`, the file of the first one."""
     bytes: int
-    """Size of the file."""
+    """Size of all files of the model together, in bytes."""
     checksum: str
-    """Checksum of the bytes of the file."""
+    """Checksum of the bytes of `file`."""
     parameters: int
-    """Number of parameters of the model."""
+    """Number of elements of all parameters of the model."""
     digest: str
-    """SHA-256 of the arrays in the file."""
+    """SHA-256 of the arrays in the file; with `shards`, of the text of their digests."""
+    shards: tuple[Shard, ...] = ()
+    """Files of the model in the order of the ranks, if the member has several ranks."""
 
     @property
     def version(self) -> Version:
         """Name of this round's model."""
         return Version(self.place, self.round)
+
+    @property
+    def files(self) -> tuple[Shard, ...]:
+        """Descriptions of the model's files; one file with all elements if there is one rank."""
+        whole = Shard(self.file, self.bytes, self.checksum, 0, self.parameters, self.digest)
+        return self.shards or (whole,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -472,6 +529,8 @@ class End(Record):
     """Models that are averaged."""
 
 
+OPTIONAL = {"shards"}
+"""Fields that a record does not contain if they are empty."""
 KINDS: dict[str, type[Record]] = {
     cls.__name__.lower(): cls for cls in (Start, Round, Closed, Claim, End)
 }
@@ -491,13 +550,14 @@ def parse(content: bytes, name: str, *kinds: type[Record]) -> Any:
         if cls not in kinds:
             raise ValueError(f'its kind is "{cls.__name__.lower()}"')
         types = {record_field.name: record_field.type for record_field in fields(cls)}
-        if values.keys() != types.keys():
+        if not types.keys() - OPTIONAL <= values.keys() <= types.keys():
             raise ValueError("fields are missing or unknown")
-        record = cls(**{key: _typed(values[key], str(types[key]), key) for key in types})
+        record = cls(**{key: _typed(values[key], str(types[key]), key) for key in values})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Unusable(f"{name} is not a record: {str(error)[:100]}") from None
-    if isinstance(record, Round) and not re.fullmatch(FILE, record.file, re.ASCII):
-        raise Unusable(f"{name}: its model has an invalid name, {record.file[:40]!r}")
+    for file in record.files if isinstance(record, Round) else ():
+        if not re.fullmatch(FILE, file.file, re.ASCII):
+            raise Unusable(f"{name}: its model has an invalid name, {file.file[:40]!r}")
     return record
 
 
@@ -515,8 +575,22 @@ def _typed(value: Any, kind: str, name: str) -> Any:
         return float(value)
     if kind == "str" and isinstance(value, str) and value.isprintable():
         return value
+    if kind.startswith("tuple[Shard") and isinstance(value, list) and len(value) <= 1024:
+        return tuple(_shard(fields) for fields in value)
     if kind.startswith("tuple") and isinstance(value, list) and len(value) <= 1024:
         return tuple(Version(*(_typed(number, "int", name) for number in pair)) for pair in value)
     if kind.startswith("dict") and isinstance(value, dict) and len(value) <= 64:
         return {_typed(k, "str", name): _typed(v, "str", name) for k, v in value.items()}
     raise ValueError(f'"{name}" is {str(value)[:40]!r}')
+
+
+def _shard(values: Any) -> Shard:
+    """Return the description of a file that a list of its fields encodes.
+
+    :raises ValueError: if a field is missing or has another type
+    """
+    texts = ("file", "checksum", "digest")
+    kinds = ["str" if name in texts else "int" for name in Shard._fields]
+    if not isinstance(values, list) or len(values) != len(kinds):
+        raise ValueError(f'"shards" contains {str(values)[:40]!r}')
+    return Shard(*(_typed(v, k, "shards") for v, k in zip(values, kinds, strict=True)))

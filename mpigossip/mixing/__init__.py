@@ -46,6 +46,13 @@ def mixer_class(mixer: str, where: str) -> Any:
         raise no_mpi(error) from error  # a dry run may ask for a mixer that needs MPI
 
 
+def close_mixer(mixer: Mixer) -> None:
+    """Close a mixer and the mixers that were opened for the state of the local step; collective."""
+    mixer.close()
+    for other in mixer.state_mixers.values():
+        other.close()
+
+
 def open_mixer(
     graph,
     layout: MessageLayout,

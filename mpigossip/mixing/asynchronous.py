@@ -39,10 +39,11 @@ from mpigossip.cluster.deadline import Deadline
 from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.mixing.averages import CUT, RankMixer, average_message
 from mpigossip.mixing.base import ExchangeKind, MessageArrays, MessageLayout, bytes_per_exchange
 from mpigossip.mixing.delayed import flow, readers
+from mpigossip.mixing.exact_average import RankMixer, average_message
 from mpigossip.mixing.progress_thread import ProgressThread
+from mpigossip.mixing.window_access import HINTS, WindowAccess
 
 BEGUN = 0
 DONE = 1
@@ -51,10 +52,6 @@ INCLUDED = 3
 """Indices of the int64 words in the header of a rank's window: the counter that is incremented
 before the model is written, the counter that is set after it, the round of the model, and for each
 node the sequence number of its last correction that the model includes."""
-HINTS = {"acc_single_intrinsic": "true"}
-"""Hints for the window, which promise that each accumulate call accesses one word. Without this
-promise, Open MPI over UCX completes such a call only while the target rank is inside MPI: a rank
-that computes for a long time would delay all ranks that access its window."""
 TRIES = 3
 """Number of attempts to read a neighbour's model in a round, if it is overwritten each time."""
 
@@ -108,7 +105,7 @@ class ModelCopy:
         return self.memory.numpy()[: self.memory.numel() // 8 * 8].view(np.int64)
 
 
-class Asynchronous(RankMixer):
+class Asynchronous(WindowAccess, RankMixer):
     """Asynchronous mixer of one rank; rank i is node i.
 
     ``outbox`` and ``finish`` wait for no other rank, except in GLOBAL rounds. The exact averages
@@ -196,7 +193,10 @@ class Asynchronous(RankMixer):
         self._barrier("opening the windows")
 
     def _barrier(self, what: str) -> None:
-        """Wait until all ranks have made this call; collective. ``what`` begins the message."""
+        """Wait until all ranks have made this call; collective.
+
+        :param what: description of the call, which begins the error message
+        """
         request = self._comm.Ibarrier()
         self._waited += Deadline(self._timeout_s).wait(
             request.Test,
@@ -253,34 +253,6 @@ class Asynchronous(RankMixer):
         self._replace(self.rank, 8 * word, value)
         self._window.Sync()
 
-    def _replace(self, j: int, offset: int, value: int) -> None:
-        """Set a word in rank j's window atomically, and wait until it is set there.
-
-        :param j: rank
-        :param offset: offset in the window, in bytes
-        :param value: new value, an int64
-        """
-        word = np.array([value], np.int64)
-        self._window.Accumulate([word, MPI.INT64_T], j, [offset, 1, MPI.INT64_T], MPI.REPLACE)
-        self._window.Flush(j)
-
-    def _load(self, j: int, *offsets: int) -> np.ndarray:
-        """Load words from rank j's window, each atomically, and before any later load.
-
-        :param j: rank
-        :param offsets: offset of each word in the window, in bytes
-        :return: the words, as int64
-        """
-        self._window.Sync()
-        words = np.zeros(len(offsets), np.int64)
-        unused = np.zeros(1, np.int64)
-        for i, offset in enumerate(offsets):
-            result = [words[i : i + 1], MPI.INT64_T]
-            self._window.Fetch_and_op([unused, MPI.INT64_T], result, j, offset, MPI.NO_OP)
-        self._window.Flush(j)
-        self._window.Sync()
-        return words
-
     def _read_all(self, nodes) -> None:
         """Copy the newest model of each of ``nodes``; the progress thread calls this.
 
@@ -308,13 +280,6 @@ class Asynchronous(RankMixer):
         :param begun: counter ``BEGUN``, read after the model
         """
         return done == begun
-
-    def _get(self, into: np.ndarray, j: int, offset: int) -> None:
-        """Read bytes from rank j's window, from ``offset`` on, in parts of at most ``CUT``."""
-        for begin in range(0, into.size, CUT):
-            part = into[begin : begin + CUT]
-            self._window.Get([part, MPI.BYTE], j, [offset + begin, part.size, MPI.BYTE])
-        self._window.Flush(j)
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
         """Finish the round and return ``sent`` and ``mixed``, read-only until the next outbox.
@@ -371,10 +336,7 @@ class Asynchronous(RankMixer):
         """
         for j, number, message in corrections:
             base = self._map.buffers + self._readers[j].index(self.rank) * self._map.stride
-            for offset in range(0, message.numel(), CUT):
-                part = message[offset : offset + CUT].numpy()
-                self._window.Put([part, MPI.BYTE], j, [base + offset, part.size, MPI.BYTE])
-            self._window.Flush(j)
+            self._put(message.numpy(), j, base)
             self._replace(j, self._map.sequence_numbers + 8 * self.rank, number)
 
     def _apply_corrections(self) -> None:

@@ -1,6 +1,8 @@
 """Interface of a mixer, the communication backend between nodes, and the layout of a message."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -54,7 +56,9 @@ class MessageLayout:
 
     def __post_init__(self) -> None:
         if len(set(self.widths)) != 1:
-            raise ValueError(f"shards of a node must have equal widths, got {self.widths}")
+            raise ValueError(
+                f"shards of a node must have equal widths, got {self.widths}: pad the vector"
+            )
 
     @property
     def slots(self) -> int:
@@ -71,7 +75,7 @@ class MessageLayout:
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Number of bytes of one slot's message in memory, where it is not encoded."""
+        """Number of bytes of one slot's message in memory, before it is encoded."""
         return self.dtype.itemsize * self.vectors * self.widths[0] + 8 * self.scalars
 
     @property
@@ -81,7 +85,7 @@ class MessageLayout:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of one node's message in memory, where it is not encoded."""
+        """Number of bytes of one node's message in memory, before it is encoded."""
         return self.slots * self.slot_bytes
 
     @property
@@ -101,7 +105,8 @@ class MessageLayout:
     def fields(self) -> list[tuple[int, slice]]:
         """Vectors and then scalars of a slot, in the order in which they are sent.
 
-        Each is a pair: its index among vectors and scalars, and the slice of all of its elements.
+        Each is described by a pair: its index, with which scalars follow vectors, and the slice of
+        all of its elements.
         """
         vectors = [(k, slice(0, self.widths[0])) for k in range(self.vectors)]
         return vectors + [(self.vectors + k, slice(0, 1)) for k in range(self.scalars)]
@@ -181,6 +186,9 @@ class Mixer:
     """Mean age, in rounds, of the models that each local node received in the last GOSSIP exchange.
     It is 0 for a synchronous mixer, NaN if the node received none, and negative if its neighbours
     are ahead of it."""
+    state_mixers: Mapping[str, Mixer] = {}
+    """Mixers of the arrays of the local step that are averaged, too, by name; whoever closes this
+    mixer closes them."""
     _near: Sequence[frozenset[int]] = ()
 
     def __init__(self, graph, layout: Any, rows: Sequence[int]):
@@ -218,6 +226,26 @@ class Mixer:
         because their contents are undefined.
         """
         raise NotImplementedError
+
+    def check_later(
+        self,
+        kind: ExchangeKind,
+        t: int,
+        segment: int,
+        totals: torch.Tensor,
+        check: Callable[[torch.Tensor], None],
+    ) -> bool:
+        """Let the mixer check the message before it sends it, if it can do so without a wait here.
+
+        :param kind: kind of the exchange that follows
+        :param t: number of the graph's round
+        :param segment: number of the segment that is checked
+        :param totals: values on the segment's device, computed on its current stream
+        :param check: function of ``totals`` on the CPU, which raises an error for a wrong message;
+            :meth:`finish` raises this error
+        :return: whether the mixer will call ``check``; otherwise the caller has to call it
+        """
+        return False
 
     def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
         """Publish the outbox and begin the exchange of round t, without waiting for it.

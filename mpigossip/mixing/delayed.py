@@ -177,7 +177,15 @@ class Delayed(Simulated):
         return self._out, self._mixed
 
     def _pull(self, i: int, t: int, ages, past: dict, sent: list, mixed: list) -> None:
-        """Move node i towards the models that it receives, and send each the opposite change."""
+        """Move node i towards the models that it receives; send opposite changes as corrections.
+
+        :param i: number of the node
+        :param t: number of the round
+        :param ages: row i of the delay table, (n,)
+        :param past: outboxes of past rounds by number; in each, arrays (n, p)
+        :param sent: outboxes of this round, arrays (n, p)
+        :param mixed: results, arrays (n, p), whose row i is changed
+        """
         received_ages = []
         sources, weights, _ = self.graph.neighbours(t, i)
         for j, weight in zip(map(int, sources), weights, strict=True):

@@ -21,7 +21,7 @@ import torch
 
 from mpigossip.mixing.base import MessageArrays, MessageLayout
 from mpigossip.mixing.combine import Source
-from mpigossip.mixing.host import HostBuffers, SharedOutboxes
+from mpigossip.mixing.host_memory import HostBuffers, SharedOutboxes
 from mpigossip.mixing.pipeline import Buffers, Pipeline
 from mpigossip.mixing.plan import MessageChunk, RoundState
 from mpigossip.mixing.transports import Transport

@@ -31,11 +31,11 @@ AWAITED = {
     FREE: "waiting for a free buffer in a neighbour's inbox",
     BEGUN: "waiting for a neighbour's model",
 }
-"""Description, in error messages, of a wait for each of these notifications."""
+"""Description of the wait for a notification, by its tag, for error messages."""
 
 
 class ProtocolError(RuntimeError):
-    """Notification with an unexpected number, which is a bug of this program."""
+    """Error if a notification has an unexpected number, which is a bug of this package."""
 
 
 class Notifications:
@@ -119,7 +119,12 @@ class Notifications:
         return [request for request, _ in self._receives.values()]
 
     def describe_late(self, rank: int, tag: int, number: int) -> str:
-        """Return the error message for a notification that does not arrive in time."""
+        """Return the error message for a notification that does not arrive in time.
+
+        :param rank: rank that should have sent it
+        :param tag: tag of the notification
+        :param number: number of the notification, from which the round is computed
+        """
         last = self._reached.get(rank)
         per_round = self.per_round
         progress = "has sent nothing yet"

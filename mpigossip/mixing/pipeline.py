@@ -13,6 +13,7 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.deadline import Deadline, world_ranks
+from mpigossip.config.errors import NonFiniteError
 from mpigossip.mixing.base import MessageArrays
 from mpigossip.mixing.combine import Source
 from mpigossip.mixing.notifications import keep_alive
@@ -168,7 +169,8 @@ class Pipeline:
                 return self._thread.wait(r.future, f"round {r.t}")
             self.run(r)
         except Exception as error:
-            if self._transport.on_device and not self._transport.in_main:  # NCCL has its own note
+            by_mpi = self._transport.on_device and not self._transport.in_main  # NCCL has a note
+            if by_mpi and not isinstance(error, NonFiniteError):
                 note = REMEDY.format(type(self._transport).__name__.lower())
                 if note not in getattr(error, "__notes__", ()):  # later rounds raise it again
                     error.add_note(note)

@@ -1,6 +1,7 @@
 """Synchronous mixer between MPI ranks: each round waits for the messages of the neighbours."""
 
 import time
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -13,8 +14,8 @@ from mpigossip.cluster.collectives import round_up_to_pages
 from mpigossip.cluster.cores import pick_communication_core
 from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
-from mpigossip.mixing.averages import RankMixer
 from mpigossip.mixing.base import ExchangeKind, MessageArrays, MessageLayout
+from mpigossip.mixing.exact_average import RankMixer
 from mpigossip.mixing.exchanges import (
     AverageInPlace,
     AverageSent,
@@ -25,7 +26,7 @@ from mpigossip.mixing.exchanges import (
     ReadInPlace,
     Sent,
 )
-from mpigossip.mixing.host import HostBuffers, SharedOutboxes, host_buffers, share_memory
+from mpigossip.mixing.host_memory import HostBuffers, SharedOutboxes, host_buffers, share_memory
 from mpigossip.mixing.notifications import wait_all
 from mpigossip.mixing.pipeline import Pipeline
 from mpigossip.mixing.plan import (
@@ -64,8 +65,10 @@ class Synchronous(RankMixer):
 
     A message takes one of two ways. If the slots are CPUs and ``same_host`` is "read", ranks on one
     host read each other's outboxes in shared memory, without a copy. All other messages go through
-    one transport: MPI windows, MPI messages or NCCL. The progress thread sends them in chunks and
-    sums the chunks that have arrived while the main thread computes. Both ways end in the same
+    one transport: MPI windows, MPI messages or NCCL. Usually the progress thread sends them in
+    chunks, and sums the chunks that have arrived while the main thread computes. The main thread
+    does this for messages up to `INLINE_BYTES`, and it sums if some messages are read in place (see
+    the table in `exchanges`). Both ways end in the same
     weighted sum, so the result is bitwise identical to the result of
     :class:`~mpigossip.mixing.simulated.Simulated`.
     """
@@ -225,7 +228,7 @@ class Synchronous(RankMixer):
             "encoded": layout.sent_bytes * (sends and lossy),
             "inbox": halves * inbox,
         }
-        # the result in host memory is locked when the buffers open, also if no average follows
+        # The result in host memory is pinned when the buffers open, even if no average uses it.
         staged = 2 * layout.nbytes + sizes["encoded"] + inbox
         return sizes | ({"host": staged} if gpu else {})
 
@@ -247,14 +250,35 @@ class Synchronous(RankMixer):
     # -- a round: outbox, start, finish ------------------------------------------------------
 
     def outbox(self, t: int) -> MessageArrays:
+        """End the previous round, and return the outbox, which its readers no longer read."""
         check_process()
         self._end_round()
         return self._buffers.out
+
+    def check_later(
+        self,
+        kind: ExchangeKind,
+        t: int,
+        segment: int,
+        totals: torch.Tensor,
+        check: Callable[[torch.Tensor], None],
+    ) -> bool:
+        # An average may begin in the main thread. A lossy wire overwrites the outbox, so that a
+        # later report would show rounded values.
+        if not (totals.is_cuda and self._thread and self._thread.threaded):
+            return False
+        plan = self._plan_of(kind, t)
+        if plan.average or not plan.targets or not self.layout.wire.exact:
+            return False
+        self._buffers.check_later(segment, totals, check)
+        return True
 
     def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
         if kind is ExchangeKind.GOSSIP and self._first is None:
             self._first = t
         plan = self._plan_of(kind, t)
+        # t counts rounds of the graph. ``number`` is the seed of a lossy wire. The last argument of
+        # `RoundState` counts rounds since this mixer has opened; notifications contain it.
         number = t if exchange is None else exchange
         r = RoundState(plan, t, number, t - (self._first or 0))
         self._exchange = self._exchange_of(r)

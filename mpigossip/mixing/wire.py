@@ -47,6 +47,8 @@ class Wire(NamedTuple):
     adds the error of a message to a later one."""
     shared: bool = False
     """True if all nodes draw the same random numbers, so that all omit the same values."""
+    cast: torch.dtype | None = None
+    """Type whose values are the codes: a conversion to it encodes a vector of any length."""
 
     @property
     def exact(self) -> bool:
@@ -59,8 +61,8 @@ class Wire(NamedTuple):
         """
         if width % BUCKET:
             raise ValueError(
-                f'wire "{self.name}" encodes buckets of {BUCKET} columns; {width} columns do not '
-                "fill whole buckets"
+                f'wire "{self.name}" encodes buckets of {BUCKET} elements; {width} elements do not '
+                "fill whole buckets: pad the vector with zeros"
             )
         return -(-sum(self.sizes) * (width // BUCKET) // 8) * 8
 
@@ -88,6 +90,15 @@ class Wire(NamedTuple):
         :param first: position of the first element in the vector
         :param codes: memory for the codes, uint8; None: only quantize
         """
+        if self.cast is not None and values.is_cuda:
+            # Two operations for the whole vector. On a CPU, chunks that fit its cache are faster.
+            if codes is None:
+                target = torch.empty_like(values, dtype=self.cast)
+            else:
+                target = codes[: self.nbytes(values.numel())].view(self.cast)
+            target.copy_(values)
+            values.copy_(target)
+            return
         offset = 0
         for begin in range(0, values.numel(), CHUNK):
             for array in self.pack(values[begin : begin + CHUNK], key, first + begin):
@@ -181,7 +192,12 @@ def encode_slot(
     codes: torch.Tensor | None,
     fields: Sequence[Field] | None = None,
 ) -> None:
-    """Encode the message of one slot, as :func:`encode` does."""
+    """Encode the message of one slot; :func:`encode` describes the other parameters.
+
+    :param slot: index of the slot
+    :param arrays: vectors and scalars of the slot, with one row for each node
+    :param codes: memory for the encoded message of the slot, uint8; None: only quantize
+    """
     for field, columns in layout.fields if fields is None else fields:
         offset = layout.offset(field)
         if field < layout.vectors:

@@ -20,7 +20,7 @@ OVERLAPS = ("auto", "never")
 
 
 def one_module(model: Any, name: str = "model") -> nn.Module:
-    """Return ``model``.
+    """Check that an argument is a module, and return it.
 
     :param model: the argument to check
     :param name: name of the argument in messages
@@ -118,13 +118,13 @@ def report_setup(world: World, model: nn.Module, optimizer: torch.optim.Optimize
         count = sum(p.numel() for _, p in frozen)
         print_note_once(
             f"{parameter_list([n for n, _ in frozen])} ({count:,} values) don't require "
-            "gradients: all nodes have those of rank 0, and exchange them from the step on at "
-            "which they require gradients"
+            "gradients: all nodes start with the values of rank 0, and exchange these parameters "
+            "from the step on at which they require gradients"
         )
     if world.rank == 0 and untrained:
         print_note_once(
-            f"{parameter_list(untrained)} are exchanged, but are in no parameter group of the "
-            "optimizer, which does not train them"
+            f"{parameter_list(untrained)} are exchanged, but the optimizer does not train them, "
+            "because they are in none of its parameter groups"
         )
     if world.comm is not None and world.size == 1 and not world.launched:
         print_note_once(

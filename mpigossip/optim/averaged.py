@@ -120,7 +120,8 @@ def average_(mixer: Mixer, parameters: Iterable[torch.Tensor]) -> None:
 def recalibrate_(module: nn.Module, batches: Iterable) -> int:
     """Compute the statistics of BatchNorm again from ``batches``; return the number of batches.
 
-    Random numbers that the module draws do not change those of the program.
+    The random number generators of the program keep their states, although the module may draw
+    random numbers.
     """
     device = next(module.parameters()).device
     draws = torch.random.fork_rng([device] if device.type == "cuda" else [])
@@ -168,8 +169,8 @@ def _moved(inputs: Nested, device: torch.device) -> Nested:
 def _keywords(module: nn.Module) -> tuple[set[str], bool]:
     """Return the parameters of ``forward``, and whether it accepts any others by name.
 
-    For a wrapper that passes on all of its arguments, like AveragedModel, the result is that of the
-    module inside.
+    If the module passes all of its arguments on to a module inside it, as AveragedModel does, these
+    are the parameters of the inner module.
     """
     parameters = signature(module.forward).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -225,7 +226,7 @@ def paused(node: LoopNode) -> Iterator[None]:
             return
         node.collect_edits()
         try:
-            with node.vector.set_aside(), _serving(node):
+            with node.vector.in_separate_memory(), _serving(node):
                 yield
         finally:
             with torch.no_grad():
@@ -234,6 +235,7 @@ def paused(node: LoopNode) -> Iterator[None]:
 
 @contextmanager
 def _serving(node: LoopNode) -> Iterator[None]:
+    """Return a context manager in which a thread exchanges with other nodes again and again."""
     done = threading.Event()
     failed = list[BaseException]()
     node.vector.gather()  # allocate its memory now

@@ -84,7 +84,7 @@ class EditDetector:
             raise JobError(self._message)
 
     def end(self) -> None:
-        """Forget the exchange, after it was received or cancelled."""
+        """Stop the detection, because the exchange was received or cancelled."""
         self.in_flight = self._edited = False
         self._versions = []
         self._sent = ()

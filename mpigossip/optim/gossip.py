@@ -9,14 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from mpigossip.algorithms.outer import setting_of
 from mpigossip.cluster import deadline
 from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
-from mpigossip.engine.measurements import Record
+from mpigossip.engine.measurements import StepMetrics
 from mpigossip.engine.module import ModuleParameters
+from mpigossip.engine.overlapping_tensors import check_separate
 from mpigossip.engine.sharded import plan_layouts
-from mpigossip.engine.shared_memory import check_separate
 from mpigossip.engine.step import Engine
 from mpigossip.mixing.base import Mixer
 from mpigossip.mixing.device.memory import check_default_device
@@ -41,7 +42,9 @@ from mpigossip.runs.survive import Survival, prepare
 from mpigossip.training.parts import JobParts
 
 LOADED = "the first call after load_state_dict()"
-"""Name of a collective call that a rank makes alone if only it has loaded a state."""
+"""Name of a collective call. If only some ranks have loaded a state, the other ranks do not make
+the call, and the error message about that contains this name.
+"""
 
 
 class Gossip(RunDirectoryMixin):
@@ -128,7 +131,8 @@ class Gossip(RunDirectoryMixin):
             and further settings of a job that the reference lists, such as ``seed``, ``timeout_s``
             in seconds or, together with ``run``, ``steps``, the number of steps of the loop. Add
             the section to a name that two sections have: ``graph_lazy=True``, or ``**{"graph.lazy":
-            True}``
+            True}``. ``outer`` of "diloco" also accepts a torch optimizer of the model's parameters,
+            whose settings are read now, or a `functools.partial` of its class
         :raises JobError: on all ranks, if arguments or options do not go together; the message has
             one paragraph for each problem
         """
@@ -146,6 +150,9 @@ class Gossip(RunDirectoryMixin):
             check(self._model, optimizer)
             check_separate(self._model)
             folder = Path(run) if run else None
+            if options.get("outer") is not None:
+                trained = [p for p in self._model.parameters() if p.requires_grad]
+                options["outer"] = setting_of(options["outer"], trained)
             parts = settings(world, where, algorithm, graph, cadence, wire, mixer, folder, options)
             self._job = parts.job
             check_method(parts, optimizer)
@@ -165,7 +172,7 @@ class Gossip(RunDirectoryMixin):
         run = self._run
         self._loaded: dict | None = None
         self._stale = StaleGradients()
-        self.record: Record | None = None
+        self.record: StepMetrics | None = None
         """Metrics of the last step."""
         if self._job.run.survive:
             prepare(self._job, world)
@@ -209,8 +216,9 @@ class Gossip(RunDirectoryMixin):
 
         :param closure: function that is called once, with gradients enabled; its value is returned
         :raises WaitTimeoutError: if a neighbour does not answer within ``timeout_s`` seconds
-        :raises JobError: if ranks differ in layout or calls, if a message is not finite, or in a
-            fork of the process that opened the world
+        :raises NonFiniteError: if this node would send NaN or infinite values
+        :raises JobError: if ranks differ in layout or calls, or in a fork of the process that
+            opened the world
         """
         check_process()
         value = None
@@ -239,7 +247,7 @@ class Gossip(RunDirectoryMixin):
         2. `WholeExchange.send` (engine/whole.py), which asks the mixer for the outbox, and passes
            x, g (None if ``raw``) and the outbox to the ``send`` of the algorithm;
         3. ``send`` (algorithms/gossip.py), which passes them to `Local.adapt`;
-        4. `LoopNode._adapt` (optim/node.py), which is this function ``adapt``;
+        4. `LoopNode._adapt` (optim/node.py), which is the function ``adapt`` of that `Local`;
         5. `local_step_from_optimizers` (optim/inner.py), which copies x to the outbox, binds the
            parameters to the outbox and calls step() of the inner optimizer. The outbox then holds
            the adapted model; x has not changed;
@@ -247,10 +255,10 @@ class Gossip(RunDirectoryMixin):
            algorithm replaces x by the average of the messages of this node and its in-neighbours.
 
         An algorithm that is ahead has already sent x at the end of the previous step, unless
-        overlap is "never", and takes its local step in ``receive``. A LOCAL step calls the
-        algorithm's ``local_update``, if it has one, which adapts x in place. With fragments,
-        engine/fragments.py replaces engine/whole.py. Finally, publish() copies x to the parameters
-        of 16-bit models.
+        overlap is "never" or the mixer is asynchronous, and takes its local step in ``receive``.
+        A LOCAL step calls the algorithm's ``local_update``, if it has one, which adapts x in place.
+        With fragments, engine/fragments.py replaces engine/whole.py. Finally, publish() copies x to
+        the parameters of 16-bit models.
         """
         self._begin_step()
         lr, skipped = self._take_gradients()
@@ -259,7 +267,7 @@ class Gossip(RunDirectoryMixin):
         self._end_step()
 
     def _begin_step(self) -> None:
-        """Close the log of the previous step, and move all parameters to the flat memory.
+        """Pass the previous step to the hooks, and move edited parameters to the flat memory.
 
         :raises JobError: if parameters were changed while they were being sent
         """
@@ -356,7 +364,7 @@ class Gossip(RunDirectoryMixin):
 
     @property
     def steps(self) -> int:
-        """Number of steps so far; after a rank failure, the last one that all survivors made."""
+        """Number of steps so far; after a rank failure, the steps that all survivors have made."""
         return self.engine.index if self._node.laid_out else 0
 
     def surviving(self) -> AbstractContextManager[None]:
@@ -390,7 +398,8 @@ class Gossip(RunDirectoryMixin):
         The entry holds this node's model, the state of the algorithm, and counters. The buffers of
         the model are not part of it. The call is not collective, except while a fragment is in
         flight: then all ranks of the node have to make it. Save one state dict for each node,
-        because loading that of another node replaces this node's model by the other node's.
+        because loading the state dict of another node replaces this node's model by the other
+        node's model.
         """
         self._node.check_not_paused("state_dict()")
         check_default_device("state_dict()")
@@ -405,8 +414,9 @@ class Gossip(RunDirectoryMixin):
         return self._run_hooks("state_dict_post", state) or state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue bitwise at the next step from this node's ``state_dict``; call it on all nodes.
+        """Load this node's ``state_dict``, to continue with the next step; call it on all nodes.
 
+        All further steps are bitwise identical to the steps of the program that saved the state.
         If the state belongs to another node, the next step reports this once, or raises JobError if
         the algorithm needs each node's own state.
         """
@@ -415,7 +425,7 @@ class Gossip(RunDirectoryMixin):
         state_dict = self._run_hooks("load_state_dict_pre", state_dict) or state_dict
         inner_state = dict(state_dict)
         entry = inner_state.pop("gossip", None)
-        # before the first step, the model may have changed since its layout was planned
+        # Before the first step, the model may have changed since its layout was planned.
         layouts = self._node.layouts if self._node.laid_out else plan_layouts(self._node.model)
         messages = states.load(inner_state, entry, self._inner, self._node.model, layouts.local)
         if messages and self._world.rank == 0:
@@ -426,9 +436,10 @@ class Gossip(RunDirectoryMixin):
     # -- all nodes ---------------------------------------------------------------------
 
     def average(self) -> None:
-        """Exchange without a local step, for a node that waits, with an asynchronous mixer.
+        """Exchange without a local step, with an asynchronous mixer.
 
-        Call it repeatedly while the program waits; the node then continues to average with others.
+        Call this repeatedly while the program waits, so that the node continues to average with
+        other nodes.
         """
         self._ready_engine()
         self._node.average()
@@ -470,7 +481,7 @@ class Gossip(RunDirectoryMixin):
     def close(self) -> None:
         """Free windows and threads; collective. The world calls this when it closes."""
         check_process()
-        # asynchronous nodes and survivors take part in others' exchanges until all have ended
+        # Asynchronous nodes and survivors take part in exchanges of others until all nodes end.
         alone = self.mixer.synchronous and not self._world.survives
         status = deadline.CLOSING if alone else deadline.WAITING
         # The default device of the program may be "meta": don't use it for what is written at the
@@ -483,7 +494,7 @@ class Gossip(RunDirectoryMixin):
     def _end(self) -> None:
         run = self._run
         with closing(self._node, self._world):
-            # exit() may be called while the program handles an exception of its own
+            # The program may call exit() while it handles another exception.
             if run is not None and sys.exception() is not None and not run.stopped:
                 run.abandon()
             if self._survival is not None:

@@ -47,8 +47,11 @@ def _describe(tensor: torch.Tensor) -> str:
 def settings_of(job: Job) -> Facts:
     """Return the settings that must be equal on all nodes."""
     sections = config.as_dict(job)
+    periods = sections["algorithm"]["average_state"]
+    sections["algorithm"]["average_state"] = dict(sorted(periods.items()))
     if job.node.mixer == "asynchronous" and job.cadence.name == "every":
-        sections["cadence"].pop("period")  # no node waits for the exchange of another
+        # Asynchronous nodes do not wait for each other, so their periods may differ.
+        sections["cadence"].pop("period")
     facts = [(f"{s}.{key}", repr(value)) for s in ALIKE for key, value in sections[s].items()]
     more = [("run", "seed"), ("node", "wire"), ("node", "mixer")]
     return facts + [(f"{s}.{key}", repr(sections[s][key])) for s, key in more]
@@ -99,9 +102,9 @@ def broadcast_model(world: World, model: nn.Module) -> None:
             differ |= _from_rank_0(ranks, local_shard(tensor.detach()))
     if others := sum(world.gather(differ) or ()):
         print_note_once(
-            f"the initial models of {others} other ranks differed from that of rank 0; as in "
-            "DDP, all nodes start with rank 0's: use one seed for the model, and a seed per rank "
-            "for the data"
+            f"the initial models of {others} other ranks differed from the model of rank 0; as in "
+            "DDP, all nodes start with the model of rank 0: use one seed for the model, and "
+            "another one on each rank for the data"
         )
 
 

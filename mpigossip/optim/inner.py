@@ -64,6 +64,63 @@ def local_step_from_optimizers(
     return Local(no_state, adapt, raw=True)
 
 
+class OptimizerState:
+    """Arrays of a torch optimizer's state by name, such as "exp_avg_sq", as flat arrays.
+
+    An array belongs to it if it has the shape of its parameter. A parameter that has no such array
+    sends zeros and keeps its state, for example because another part of a
+    :class:`CombinedOptimizer` updates it, or because it has had no gradient so far.
+    """
+
+    def __init__(
+        self, vector: ModuleParameters, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Keep the flat parameters and the optimizer of each row."""
+        self._vector = vector
+        self._optimizers = optimizers
+
+    def read(self, engine: Any, name: str, segment: int, out: torch.Tensor) -> None:
+        out.zero_()
+        for value, view in self._pairs(name, out):
+            view.copy_(value)
+
+    def write(self, engine: Any, name: str, segment: int, values: torch.Tensor) -> None:
+        for value, view in self._pairs(name, values):
+            value.copy_(view)
+
+    def _pairs(self, name: str, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each parameter's array ``name``, and the parameter's part of ``flat``.
+
+        :raises JobError: if an optimizer has made steps, but has no such array
+        """
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for row, optimizer in enumerate(self._optimizers):
+            views = self._vector.cut(flat[row])
+            names: set[str] = set()
+            for p, view in zip(self._vector.rows[row], views, strict=True):
+                arrays = {k: v for k, v in optimizer.state.get(p, {}).items() if _is_like(v, p)}
+                names |= arrays.keys()
+                if name in arrays:
+                    pairs.append((local_shard(arrays[name]), view))
+            has_gradients = any(p.grad is not None for p in self._vector.rows[row])
+            if not names and has_gradients:
+                raise JobError(
+                    f"average_state = {{{name!r}: …}}: {optimizer_name(optimizer)} keeps no arrays "
+                    "with these options: remove average_state, or choose another optimizer"
+                )
+            if names and name not in names:
+                raise JobError(
+                    f"average_state = {{{name!r}: …}}: the state of {optimizer_name(optimizer)} "
+                    f"has no array of this name, but {', '.join(sorted(names))}: use one of these"
+                )
+        return pairs
+
+
+def _is_like(value: Any, parameter: torch.Tensor) -> bool:
+    is_array = torch.is_tensor(value) and value.is_floating_point()
+    return is_array and value.shape == parameter.shape
+
+
 class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers as one, such as Muon for matrices and AdamW for all other parameters.
 
@@ -72,7 +129,11 @@ class CombinedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
-        """Combine ``parts``, which have different parameters; from now on, they share one state."""
+        """Combine optimizers, which share one state from now on.
+
+        :param parts: optimizers of different parameters
+        :raises JobError: if a parameter belongs to two of them
+        """
         self._parts: Sequence[torch.optim.Optimizer] = ()
         counts = Counter(id(p) for part in parts for g in part.param_groups for p in g["params"])
         if twice := sum(count > 1 for count in counts.values()):
@@ -291,7 +352,7 @@ def decay(vector: ModuleParameters, optimizer: torch.optim.Optimizer, row: int =
 
 
 def first_rate(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
-    """Return the learning rate of the first group, and whether all groups have the same."""
+    """Return the learning rate of the first group, and whether it is the same in all groups."""
     rates = [float(group.get("lr", float("nan"))) for group in optimizer.param_groups]
     return rates[0], len(set(rates)) == 1
 
@@ -299,8 +360,8 @@ def first_rate(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
 def learning_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) -> float:
     """Return the learning rate of step ``index``.
 
-    :raises JobError: if the algorithm needs one learning rate and the groups have several, or if it
-        divides by the learning rate and that is 0
+    :raises JobError: if the algorithm needs one learning rate and the groups have several, or if
+        the algorithm divides by the learning rate and the learning rate is 0
     """
     lr, is_single = first_rate(optimizer)
     if not is_single and (algorithm in DIVIDES or not takes_local(algorithm)):
@@ -332,7 +393,7 @@ def unscaled(optimizer: Wrapper, engine: Engine, vector: ModuleParameters) -> tu
     if found_inf is None:
         return ()
     overflow = torch.as_tensor(float(found_inf) > 0, dtype=torch.float64).reshape(1, 1)
-    if engine.method.always_global:  # all nodes or none have to use such gradients
+    if engine.method.always_global:  # gradients are averaged over nodes: all skip the step, or none
         overflow = engine.mixer.mean_scalars(overflow)
     if float(overflow.reshape(-1)[0]) > 0:
         return (0,)
@@ -343,7 +404,7 @@ def unscaled(optimizer: Wrapper, engine: Engine, vector: ModuleParameters) -> tu
 def check_free(optimizer: torch.optim.Optimizer) -> None:
     """Raise JobError if the optimizer belongs to another Gossip."""
     for part in parts_of(optimizer):
-        # wrapped optimizers may lack this attribute
+        # Optimizers that a framework has wrapped may lack this attribute.
         hooks = getattr(part, "_optimizer_step_pre_hooks", {}).values()
         if any(isinstance(getattr(hook, "__self__", None), StepGuard) for hook in hooks):
             raise JobError(
@@ -355,7 +416,7 @@ def check_free(optimizer: torch.optim.Optimizer) -> None:
 class StepGuard:
     """Context manager inside which an optimizer may step; outside, its step() raises JobError.
 
-    :meth:`release` ends this.
+    After :meth:`release`, the optimizer may step anywhere.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -383,9 +444,9 @@ class StepGuard:
 
 
 class StaleGradients:
-    """Detection of steps on gradients that `zero_grad` did not clear, and of steps without any.
+    """Detector of steps without gradients, or with gradients that `zero_grad` did not clear.
 
-    The gradient of one parameter is watched, by torch's version counter of in-place changes.
+    It watches the gradient of one parameter by torch's version counter of in-place changes.
     """
 
     def __init__(self) -> None:
@@ -417,9 +478,9 @@ class StaleGradients:
         self._added = False
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        """Detect that backward adds to gradients that a step has used.
+        """Record, after a backward pass, whether it has added to gradients that a step has used.
 
-        Each call follows a backward pass. Zeroing before it would also change the version.
+        If zero_grad() was called before the pass, the version has increased by more than the pass.
         """
         if self._spent is not None:
             grad, version, of_local = self._spent

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch import distributed, nn
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess, World
 from mpigossip.config import Job, JobError
+from mpigossip.config.errors import UserError
 from mpigossip.config.readable import print_note
+from mpigossip.engine.sharded import fully_sharded, gather_full, local_shard, part_like, reshard
 from mpigossip.members.live import POLL_S, FolderExchange, StopRequested, layout
 from mpigossip.members.outages import FolderUnreachable
 from mpigossip.members.place import Place, TrainingPlan
@@ -27,8 +29,9 @@ from mpigossip.optim.inner import check
 from mpigossip.optim.node import loop_text
 from mpigossip.optim.run_directory import check_names
 from mpigossip.optim.state import read_optimizer, write_optimizer
-from mpigossip.runs.members.join import LOOP, about, check_lease, job_of, result
+from mpigossip.runs.members.join import LOOP, about, check_lease, job_of, ranks_fact, result
 from mpigossip.runs.members.member import average
+from mpigossip.runs.members.ranks import SeveralRanks
 from mpigossip.runs.members.replay import ReplayLog, wanted_of
 from mpigossip.runs.recorder import FIGURE, environment
 from mpigossip.runs.state import plain, put_buffers
@@ -40,11 +43,11 @@ from mpigossip.training.assemble import load
 T = TypeVar("T")
 
 
-class Member:
-    """The chunks of a member, which trains them alone and then averages with another member.
+class LoopMember:
+    """Iterator over the chunks of a member, which averages with another member after each chunk.
 
-    After each chunk, x ← ½ (x + x_j) with the model x_j of another member. A late x_j is first
-    changed by :func:`~mpigossip.members.live.correct_for_age`.
+    The average is x ← ½ (x + x_j) with the model x_j of the other member. If x_j belongs to an
+    earlier round, :func:`~mpigossip.members.live.correct_for_age` changes it first.
 
     Iterating yields the numbers of the chunks, and publishes the model after each. The iteration
     ends if all chunks are trained; then the model is their average (see ``finished``). It also ends
@@ -60,8 +63,9 @@ class Member:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         replay: bool,
+        world: World,
     ):
-        """Prepare to train with the arguments that `join` has checked.
+        """Prepare to train with the arguments that `join` has checked; collective.
 
         :param live: exchange with the other members
         :param folder: folder of the training
@@ -69,7 +73,9 @@ class Member:
         :param model: model of this member
         :param optimizer: optimizer of this member
         :param replay: repeat recorded chunks instead of training
+        :param world: ranks of this member
         """
+        self._world = world
         self._live = live
         self._folder = folder
         self._chunks = self._repeat() if replay else self._train()
@@ -79,7 +85,7 @@ class Member:
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._seed = self._capture()
         self._figures = dict[str, float]()
-        # members average after the local step
+        # Members average after the local step.
         gossip = replace(job.algorithm, name="dsgd", options={"style": "atc"})
         self._job = loop_text(replace(job, algorithm=gossip), model, optimizer, self._trained)
         self.finished = False
@@ -97,11 +103,17 @@ class Member:
 
     @property
     def stopping(self) -> bool:
-        """Return whether this member was asked to leave; the iteration ends at the next chunk."""
+        """True if this member was asked to leave; the iteration then ends at the next chunk.
+
+        If the member has several ranks, all of them have to read this attribute together.
+        """
         return self._live.stopping()
 
     def log(self, **figures: float | torch.Tensor) -> None:
-        """Add metrics of the chunk to the member's log; "loss" and "lr" are as in a job."""
+        """Add metrics of the chunk to the member's log; "loss" and "lr" are as in a job.
+
+        If the member has several ranks, the log contains the metrics of rank 0.
+        """
         check_names(figures, ("step", "node", "steps", "evaluations", "summary"))
         self._figures |= {
             name: float(torch.as_tensor(value).detach()) for name, value in figures.items()
@@ -114,18 +126,18 @@ class Member:
         shapes = self._seed.shapes
         device = self._device
         try:
-            while not place.ended():
+            while not live.ended():
                 if live.stopping():
                     return
                 with live.stay():
-                    states = live.begin(about(names, shapes, [str(device)]))
-                    print_note(
+                    facts = about(names, shapes, [str(device)])
+                    states = live.begin(facts | ranks_fact(self._world.size))
+                    place.report(
                         f"place {place.number} of {self._folder}: {place.plan.chunks:,} chunks "
                         "for all members in total"
                     )
                     self._put(average(states or [self._seed]))
-                    live.place.disk.make("logs")
-                    writer = self._retry(self._writer)
+                    live.decide(self._open_log)
                     self._done = 0
                     while (claimed := live.chunk()) is not None:
                         chunk, progress = claimed
@@ -143,25 +155,25 @@ class Member:
                             "history": place.age,
                             "peer": peer.place if peer else np.nan,
                         }
-                        self._retry(partial(writer.append, self._row(writer)))
+                        live.decide(self._append_row)
                         self._exchange()
                         if self._done == 2:
-                            check_lease(place.plan.lease_s, live.round_seconds())
+                            live.decide(self._check_lease)
                         if live.stopping():
                             raise StopRequested
-            facts: dict[str, Number] = {"slots": 1, "door": "loop"}
-            states = result(live, self._folder, place.plan.chunks, self._job, facts)
+            meta: dict[str, Number] = {"slots": 1, "door": "loop"}
+            states = result(live, self._folder, place.plan.chunks, self._job, meta)
         except StopRequested:
             return
         except FolderUnreachable as error:
-            # the program then exits with code 75, as if it was asked to leave
-            print_note(error)
+            # The program then exits with code 75, as if it had been asked to leave.
+            place.report(str(error))
             return
         self._put(average(states))
         self.finished = True
 
     def _repeat(self) -> Generator[int]:
-        replay_log = ReplayLog(self._live.place)
+        replay_log = ReplayLog(self._live.place, ranks=self._world.size)
         for version in replay_log.repeating(wanted_of(replay_log, None, None)):
             models, peer, progress = replay_log.take_inputs(version)
             self._put(average(models or [self._seed]))
@@ -173,7 +185,7 @@ class Member:
         self.finished = bool(replay_log.end)
         if self.finished:
             self._put(average([replay_log.models[key] for key in replay_log.end]))
-        print_note(replay_log.summary())
+        self._live.place.report(replay_log.summary())
 
     def _exchange(self) -> None:
         """Publish the model, and average it with another member's model, if there is one."""
@@ -197,15 +209,23 @@ class Member:
         return {name: buffer for name, buffer in self._model.named_buffers() if name in stored}
 
     def _capture(self) -> NodeState:
+        """Return the whole model with the state of the optimizer; collective.
+
+        All ranks take over the buffers of rank 0.
+        """
         arrays = {f"buffers/0/{name}": plain(b).copy() for name, b in self._buffers().items()}
+        arrays = self._world.broadcast(arrays)
         text = write_optimizer(self._optimizer, self._model, arrays)
-        values = [plain(p.float()).ravel() for p in self._trained.values()]
+        values = [plain(gather_full(p.detach()).float()).ravel() for p in self._trained.values()]
         shapes = tuple(tuple(p.shape) for p in self._trained.values())
         numbers: dict[str, Number] = {"index": self._done, "local_steps": self._done, "torch": text}
-        return NodeState(np.concatenate(values), tuple(self._trained), shapes, arrays, numbers)
+        state = NodeState(np.concatenate(values), tuple(self._trained), shapes, arrays, numbers)
+        if self._world.rank:
+            put_buffers({0: self._buffers()}, state)
+        return state
 
     def _put(self, state: NodeState) -> None:
-        """Restore a model with its buffers and the optimizer's state."""
+        """Restore a model with its buffers and the optimizer's state; ranks take their shards."""
         self._put_parameters(torch.from_numpy(state.parameters))
         put_buffers({0: self._buffers()}, state)
         saved, _ = read_optimizer(
@@ -217,13 +237,25 @@ class Member:
 
     @torch.no_grad()
     def _put_parameters(self, values: torch.Tensor) -> None:
+        reshard(fully_sharded(self._model))
         parts = values.split([p.numel() for p in self._trained.values()])
         for p, part in zip(self._trained.values(), parts, strict=True):
-            p.copy_(part.view(p.shape))
+            local_shard(p).copy_(local_shard(part_like(p, part.view(p.shape))))
 
     # -- its log ----------------------------------------------------------------------------------
 
-    def _writer(self) -> LogWriter:
+    def _open_log(self) -> None:
+        self._live.place.disk.make("logs")
+        self._writer = self._retry(self._new_writer)
+
+    def _append_row(self) -> None:
+        writer = self._writer
+        self._retry(partial(writer.append, self._row(writer)))
+
+    def _check_lease(self) -> None:
+        check_lease(self._live.place.plan.lease_s, self._live.round_seconds())
+
+    def _new_writer(self) -> LogWriter:
         folder = self._folder / "logs" / f"{self._live.place.number:06d}"
         # Do not create the folders above it, which are missing if the file system is unmounted.
         folder.mkdir(exist_ok=True)
@@ -265,7 +297,8 @@ def join(
     shared: bool = False,
     poll_s: float = POLL_S,
     replay: bool = False,
-) -> Iterator[Member]:
+    world: World | None = None,
+) -> Iterator[LoopMember]:
     """Return a context manager in which this program is a member of a training in a folder.
 
     The first member creates the training::
@@ -279,10 +312,10 @@ def join(
                     optimizer.step()
                 member.log(loss=loss)
 
-    Each program is one member and needs no launcher. Break the loop over chunks if
-    ``member.stopping`` is true; ``member.finished`` is true if all chunks are trained. The first
-    member starts with ``model`` as it is. A later member starts with the average of the newest
-    models, and with the averaged optimizer state.
+    Each program is one member and needs no launcher, unless it has several ranks (``world``). Break
+    the loop over chunks if ``member.stopping`` is true; ``member.finished`` is true if all chunks
+    are trained. The first member starts with ``model`` as it is. A later member starts with the
+    average of the newest models, and with the averaged optimizer state.
 
     :param folder: folder of the training, on a file system that all members share, with hard links
     :param model: model with float32, float16 or bfloat16 parameters, equal in all members
@@ -297,28 +330,57 @@ def join(
     :param replay: True to repeat all chunks of all members in this process, without joining, and
         compare each model with its record. They are bitwise identical if ``model`` is the first
         member's at its start, and if the data and the random numbers of a chunk depend on its
-        number and ``progress`` only
+        number and ``progress`` only. A member of several ranks is repeated on equally many
+    :param world: result of ``mpigossip.world(ranks_per_node="host")``, whose ranks are one member
+        on one host. The model must be in DDP over ``world.node_group()``, or sharded by
+        ``fully_shard(model, mesh=world.node_mesh())``. The whole model is gathered on each rank to
+        publish it. None: this process is the member
     :raises FolderUnreachable: if the folder's file system fails for more than ten seconds before
         the loop. Inside the loop, the limit is the lease, and the loop ends instead with
         ``finished`` false: exit with code 75, so that a batch script requeues the job
     :raises JobError: if the model or ``chunks`` differ from the folder's, if the folder belongs to
         something else, or if its file system has no hard links
     """
-    world, folder, disk = SingleProcess(), Path(folder), RecordStore(Path(folder), shared)
+    world = world or SingleProcess()
+    folder, disk = Path(folder), RecordStore(Path(folder), shared)
     optimizer = arguments.one_optimizer(optimizer)
     arguments.check(world, model, optimizer)
     inner = wrappers.unwrap(model)
-    wrappers.check(inner, optimizer)
+    _check_ranks(world)
+    wrappers.check(*((model, optimizer, world) if world.size > 1 else (inner, optimizer)))
     check(inner, optimizer)
     _check_figures(chunks, lease_s)
-    job = _job(disk, inner, chunks, replay)
-    place = Place(
-        disk, TrainingPlan(chunks, max(1, min(16, chunks // 64)), lease_s), report=print_note
-    )
+    job = None
+    with world.raise_together(UserError):
+        if world.rank == 0:
+            job = _job(disk, inner, chunks, replay)
+    job = world.broadcast(job)
+    plan = TrainingPlan(chunks, max(1, min(16, chunks // 64)), lease_s)
+    place = Place(disk, plan, report=(lambda line: None) if world.rank else print_note)
+    ranks = SeveralRanks(world, None) if world.size > 1 else None
     with Stopper(world, folder, end_of_allocation(wall_clock_s)) as stopper:
-        live = FolderExchange(place, stopper.due, poll_s)
-        with closing(Member(live, folder, job, inner, optimizer, replay)) as member:
+        live = FolderExchange(place, stopper.due, poll_s, ranks)
+        with closing(LoopMember(live, folder, job, inner, optimizer, replay, world)) as member:
             yield member
+
+
+def _check_ranks(world: World) -> None:
+    """Raise JobError unless all ranks of the world are one node, and torch.distributed has them."""
+    if world.size > 1 and world.nodes.per_node < world.size:
+        raise JobError(
+            f"world has {world.size} ranks, which form {world.nodes.count} nodes, but a member is "
+            'one node: pass mpigossip.world(ranks_per_node="host"), and start each member by its '
+            "own mpirun or srun on one host"
+        )
+    if world.size > 1:
+        return
+    if distributed.is_available() and distributed.is_initialized():
+        raise JobError(
+            f"torch.distributed joins {distributed.get_world_size()} processes here, but a member "
+            "is one process with its own model: start the program once for each member, without "
+            'init_process_group, or pass world=mpigossip.world(ranks_per_node="host"), whose '
+            "ranks are one member with DDP or FSDP2"
+        )
 
 
 def _check_figures(chunks: int, lease_s: float) -> None:
@@ -328,12 +390,6 @@ def _check_figures(chunks: int, lease_s: float) -> None:
         )
     if not lease_s > 0:
         raise JobError(f"lease_s = {lease_s!r}: must be a positive number of seconds, such as 600")
-    if distributed.is_available() and distributed.is_initialized():
-        raise JobError(
-            f"torch.distributed joins {distributed.get_world_size()} processes here, but a member "
-            "is one process with its own model (no DDP, no FSDP2): start the program once "
-            "for each member, without init_process_group"
-        )
 
 
 def _job(disk: RecordStore, model: nn.Module, chunks: int, replay: bool) -> Job:

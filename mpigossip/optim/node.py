@@ -1,4 +1,4 @@
-"""The node of a custom loop: model, torch optimizer, mixer and engine."""
+"""Node of a custom loop: model, torch optimizer, mixer and engine."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from mpigossip.cluster import deadline
 from mpigossip.cluster.process import report_unused
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
-from mpigossip.config.readable import format_bytes, print_note
+from mpigossip.config.readable import format_bytes, print_note, print_note_once
 from mpigossip.engine.gathered import Gathered
 from mpigossip.engine.module import ModuleParameters
 from mpigossip.engine.sharded import ShardedLayout, ShardedParameters, plan_layouts
 from mpigossip.engine.step import Engine
 from mpigossip.groups.base import Group, Single
 from mpigossip.groups.devices import make_group
+from mpigossip.mixing import close_mixer
 from mpigossip.mixing.base import MessageLayout, Mixer
 from mpigossip.optim import initial_sync, state, state_dict, wrappers
 from mpigossip.optim.arguments import parameter_list, report_shared_device
 from mpigossip.optim.edits import EditDetector
 from mpigossip.optim.inner import (
+    OptimizerState,
     StepGuard,
     check,
     decay,
@@ -46,17 +48,19 @@ from mpigossip.runs.overview import between, nodes
 from mpigossip.runs.progress import Progress
 from mpigossip.store.checkpoint import Manifest, NodeState, Number
 from mpigossip.training.parts import JobParts, make_graph, make_parts
-from mpigossip.training.rules import check_rounds
+from mpigossip.training.rules import check_rounds, state_warning
 
 SECTIONS = ("run", "algorithm", "graph", "cadence", "node", "checkpoint", "log")
 """Sections of a job that a custom loop has, too."""
 
 THAWED = "the step() at which parameters were thawed"
-"""Name of a collective call that a rank makes alone if only its parameters are thawed."""
+"""Name of a collective call. If parameters are thawed on some ranks only, the other ranks do not
+make the call, and the error message about that contains this name.
+"""
 
 
 class LoopNode:
-    """The node of a rank in a custom loop; it implements :class:`mpigossip.runs.node.Node`.
+    """Node of a rank in a custom loop, an implementation of :class:`mpigossip.runs.node.Node`.
 
     The first step creates the flat parameters. Until then, the program may convert the model or
     move it to another device.
@@ -122,9 +126,11 @@ class LoopNode:
             devices=(self._device,),
             local=local,
         )
+        if self.world.rank == 0 and (warning := state_warning(self.parts)):
+            print_note_once(warning)
         node = self.job.node
         nodes = self.world.nodes
-        # without other nodes, an asynchronous mixer has nothing to do
+        # An asynchronous mixer has nothing to do if there are no other nodes.
         mixer = "synchronous" if self.world.comm is None else node.mixer
 
         def open_mixer(layout: MessageLayout) -> Mixer:
@@ -148,19 +154,20 @@ class LoopNode:
     ) -> Any:
         """Take the step of the torch optimizer; :class:`Local` explains the parameters.
 
-        The algorithm, and with it the mixer, needs a local step before the flat parameters exist,
-        on which the real local step depends. This method therefore stands for it, and reads
-        ``self.local`` only when a step is taken.
+        The algorithm and the mixer are made before the flat parameters exist, on which the real
+        local step depends. They therefore get this method, which reads ``self.local`` only when a
+        step is taken.
         """
         return self.local.adapt(x, g, state, step, out)
 
     def _shut(self) -> None:
-        self.mixer.close()
+        """Close the mixer and the group; collective."""
+        close_mixer(self.mixer)
         self._segments.close()
 
     @property
     def sharded(self) -> bool:
-        """Return whether each rank of the node has a shard of the model."""
+        """True if each rank of the node has a shard of the model."""
         return isinstance(self.flat, ShardedLayout)
 
     def buffers(self, row: int) -> list[dict[str, torch.Tensor]]:
@@ -172,7 +179,7 @@ class LoopNode:
         nodes = self.world.nodes
         arrays: dict[str, np.ndarray] = {}
         numbers: dict[str, Number] = {"ranks": nodes.per_node}
-        # if the model has been converted since the last step, save the model of that step
+        # If the model has been converted since the last step, save the model of that step.
         with suppress(JobError):
             self.edits.collect(self.vector)
         with world.raise_together(JobError):
@@ -220,7 +227,7 @@ class LoopNode:
         wrappers.check_late(self.model, self.world)
         facts = self._facts
         self._facts = initial_sync.layout(self.model)
-        # asynchronous ranks call this only if they have to
+        # Asynchronous ranks do not make a collective call without need, which would let them wait.
         if self.mixer.synchronous or facts != self._facts:
             initial_sync.check_equal(self.world, self._facts)
         device = str(next(self.model.parameters()).device)
@@ -248,11 +255,17 @@ class LoopNode:
 
     def _build(self) -> None:
         self.local = local_step_from_optimizers(self.vector, [self.inner], self.guard)
-        self.engine = self.parts.make_engine(self.mixer, self._segments, self.vector, self._every)
+        arrays = OptimizerState(self.vector, [self.inner])
+        self.engine = self.parts.make_engine(
+            self.mixer, self._segments, self.vector, self._every, arrays
+        )
 
     def restart_exchanges(self) -> None:
-        """Restart the exchanges at round 0, with none in flight; on all nodes."""
-        # the rounds of a synchronous mixer must be consecutive
+        """Open the mixer again, with no exchange in flight, so that any round may follow.
+
+        Collective over all nodes.
+        """
+        # The rounds of a synchronous mixer must be consecutive.
         waits = self.mixer.synchronous
         if self.engine.index or self.edits.in_flight or (waits and self.engine.round):
             self._shut()
@@ -262,7 +275,7 @@ class LoopNode:
             self.edits.end()
 
     def lay_out_again(self, names: list[str]) -> None:
-        """Create the flat parameters again, with those that require gradients now; collective.
+        """Create the flat parameters again, with parameters that were frozen before; collective.
 
         The state of the algorithm is initialized again.
 
@@ -383,9 +396,8 @@ class LoopNode:
                 if names := self.vector.newly_frozen():
                     raise JobError(
                         f'{parameter_list(names)} are frozen now, and algorithm.name = "{name}" '
-                        f"would "
-                        'continue to move them by its own momentum: use algorithm = "dsgd", '
-                        "whose optimizer does not change them"
+                        'would continue to move them by its own momentum: use algorithm = "dsgd", '
+                        "whose optimizer does not change frozen parameters"
                     )
                 decay(self.vector, self.inner)
 
@@ -394,10 +406,11 @@ class LoopNode:
 
     def average(self) -> None:
         self.check_not_paused("average()")
-        if not self.parts.cadence.fragment_schedule.is_whole_model:
+        whole = self.parts.cadence.fragment_schedule.is_whole_model
+        if not whole or self.job.algorithm.blends:
             raise JobError(
-                "average(): with fragments or a delay, the step decides what is sent: remove the "
-                "call, or remove fragments and delay from Gossip(…)"
+                "average(): with fragments, a delay or a blend, the step decides what is sent: "
+                "remove the call, or remove fragments, delay and blend from Gossip(…)"
             )
         if self.engine.in_flight:  # its neighbours would wait for this node, and this node for them
             raise JobError(
@@ -405,7 +418,7 @@ class LoopNode:
                 'before the gradient exists: pass Gossip(…, overlap="never")'
             )
         self.collect_edits()
-        # The exchange changes x, which is no edit of the program.
+        # The exchange changes x. The detector must not report this as an edit of the program.
         restarts = self.edits.in_flight
         self.edits.end()
         self.vector.gather()

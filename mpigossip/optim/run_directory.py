@@ -25,7 +25,7 @@ from mpigossip.store.log import COLUMNS
 
 MEASURED = COLUMNS.keys() - {"loss", "lr", "gradient_norm"} | {"step", "node"}
 MEASURED |= {"steps", "evaluations", "summary"}
-"""Columns that a program cannot fill, and names of groups in a log."""
+"""Names that a metric of a program can't have: columns that are measured, and groups of the log."""
 
 
 def open_run(world: World, job: Job) -> Run:
@@ -61,6 +61,7 @@ def open_log(run: Run) -> None:
 
 
 def _check_loaded(run: Run, path: Path) -> None:
+    """Raise JobError unless the program has loaded a state that is at least as new as ``path``."""
     manifest = checkpoint.read_manifest(path)
     step = run.node.engine.index
     n = run.node.mixer.n

@@ -1,4 +1,4 @@
-"""State that only a custom loop's node saves: its torch optimizer, random numbers, kept objects.
+"""State that only custom loops save: torch optimizer, random numbers, and objects of `keep()`.
 
     torch/PARAMETER/KEY, torch/#groups/…   the optimizer, equal on all ranks of a node
     rng/torch, rng/cuda, own/NAME…         the node's rank 0; rng/#P/… and own/#P/… for rank P
@@ -177,13 +177,13 @@ def average_state(world: World, mixer: Mixer, optimizer: torch.optim.Optimizer) 
 # -- random numbers and kept objects ---------------------------------------------------------------
 
 
-class RankState(NamedTuple):
+class SavedRank(NamedTuple):
     """State of a single rank of a node."""
 
     arrays: dict[str, np.ndarray]
-    """Random numbers, and tensors of kept objects."""
+    """States of random number generators, and tensors of kept objects."""
     kept: dict[str, Any]
-    """Kept objects as JSON."""
+    """Kept objects, which the program has passed to `keep()`, as JSON by name."""
 
     def digests(self) -> dict[str, str]:
         """Return a digest of each kept object."""
@@ -196,7 +196,7 @@ class RankState(NamedTuple):
             digests[name] = sha.hexdigest()
         return digests
 
-    def without_equal(self, first: Mapping[str, str]) -> RankState:
+    def without_equal(self, first: Mapping[str, str]) -> SavedRank:
         """Return this state without kept objects that the node's rank 0 has, too.
 
         :param first: digests of the kept objects of rank 0
@@ -205,11 +205,16 @@ class RankState(NamedTuple):
         kept = {name: obj for name, obj in self.kept.items() if first.get(name) != digests[name]}
         same = {f"own/{name}" for name in self.kept.keys() - kept.keys()}
         arrays = {k: a for k, a in self.arrays.items() if "/".join(k.split("/")[:2]) not in same}
-        return RankState(arrays, kept)
+        return SavedRank(arrays, kept)
 
 
-def of_rank(model: nn.Module, keeps: Mapping[str, Any]) -> RankState:
-    """Return the state of this rank; JobError for kept objects that a checkpoint can't contain."""
+def of_rank(model: nn.Module, keeps: Mapping[str, Any]) -> SavedRank:
+    """Return the state of this rank.
+
+    :param model: the model, whose device has a random number generator
+    :param keeps: kept objects by name
+    :raises JobError: if a checkpoint can't contain the state of a kept object
+    """
     arrays = {"rng/torch": torch.get_rng_state().numpy()}
     if (gpu := next(model.parameters()).device).type == "cuda":
         arrays["rng/cuda"] = torch.cuda.get_rng_state(gpu).numpy()[None]
@@ -221,12 +226,12 @@ def of_rank(model: nn.Module, keeps: Mapping[str, Any]) -> RankState:
         )
         for name, thing in keeps.items()
     }
-    return RankState(arrays, kept)
+    return SavedRank(arrays, kept)
 
 
-def of_node(state: RankState, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
+def of_node(state: SavedRank, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
     """Return the states of all ranks of the node on its rank 0; collective over the node."""
-    states: list[RankState] | None = [state]
+    states: list[SavedRank] | None = [state]
     if (intra_node := world.nodes.intra_node) is not None:
         first = intra_node.broadcast(state.digests())
         states = intra_node.gather(state.without_equal(first) if intra_node.rank else state)
@@ -342,7 +347,7 @@ def packed(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def unpacked(saved: Any, arrays: Arrays) -> Any:
-    """Return the value that :func:`packed` has converted; KeyError if a tensor is missing."""
+    """Return the value that :func:`packed` has converted; raise KeyError if a tensor is missing."""
     if isinstance(saved, list):
         return [unpacked(item, arrays) for item in saved]
     if not isinstance(saved, dict):

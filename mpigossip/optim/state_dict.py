@@ -71,7 +71,8 @@ def load(
     inner_state["param_groups"], messages = fill_missing(inner, groups, str(saved or ""))
     low = [(p, p.data) for p in model.parameters() if p.dtype in LOW]
     try:
-        # torch casts state to the parameter's dtype, but the master weights are float32
+        # torch converts state to the type of its parameter, but the state of 16-bit parameters
+        # belongs to their master weights, which are float32.
         for p, data in low:
             p.data = data.float()
         inner.load_state_dict(inner_state)
@@ -112,8 +113,11 @@ def _check(state: Any, flat: ParameterLayout) -> None:
 
 def _array(name: str, array: Any, size: int, kind: torch.dtype = torch.float32) -> None:
     if not torch.is_tensor(array) or array.dtype != kind or array.shape != (size,):
-        text = f"{array.dtype} {tuple(array.shape)}" if torch.is_tensor(array) else type(array)
-        raise ValueError(f"{name} is {text}, not {size} of {kind}")
+        is_tensor = torch.is_tensor(array)
+        text = f"{array.dtype} {tuple(array.shape)}" if is_tensor else type(array).__name__
+        raise ValueError(
+            f"{name} is {text}: it must be a one-dimensional tensor of {size} elements of {kind}"
+        )
 
 
 def check_step(world: World, entry: dict[str, Any] | None) -> None:
@@ -188,13 +192,18 @@ def check_origin(world: World, state: dict[str, Any], engine: Engine, algorithm:
         )
     if world.rank == 0:
         print_note_once(
-            f"{message}: its model and the state of its algorithm replace those of this node; "
-            f"{remedy}"
+            f"{message}: the model and the state of the algorithm that were loaded replace the "
+            f"model and state of this node; {remedy}"
         )
 
 
 def _describe(own: dict[str, int], saved: dict[str, int], sharded: bool) -> tuple[str, str]:
-    """Describe the node, and the shard of it, that a rank is and that it has loaded."""
+    """Describe the node of a rank, and the node whose state it has loaded, with their shards.
+
+    :param own: :func:`origin` of the rank
+    :param saved: :func:`origin` of the rank that saved the state
+    :param sharded: whether each rank of a node has a shard of the model
+    """
     local, loaded = (f"node {ids['node']} of {ids['nodes']}" for ids in (own, saved))
     if sharded:
         local, loaded = (

@@ -20,13 +20,13 @@ def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> World:
       they would misread are removed from ``os.environ``.
     * The interpreter's thread switch interval is shortened, because waits need threads to be
       switched within 0.1 ms.
-    * ``sys.exit`` is replaced by a function that stores the exit status and calls the original,
-      since ranks that wait for this one at its end have to end with that status.
+    * ``sys.exit`` is replaced by a function that stores the exit status and calls the original
+      function, because other ranks that wait for this rank exit with the same status.
 
     :param timeout_s: seconds that each wait for other ranks may take, also in `Averager`, and in
         `Gossip` unless that is given ``timeout_s``
     :param ranks_per_node: 1: each rank is a node; "host": all ranks of a host form a node; K: each
-        K consecutive ranks of a host form a node, in which each exchanges a part of the model
+        K consecutive ranks of a host form a node, in which each rank exchanges a shard of the model
     :raises LaunchError: if MPI cannot be loaded, or does not join the processes that were started
     :raises JobError: on all ranks, if the ranks of a host cannot be grouped into nodes like this
     """

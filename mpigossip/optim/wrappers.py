@@ -43,7 +43,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | Non
     :param world: all ranks; if its nodes have several ranks, the model must be in DDP over the
         ranks of its node, or sharded between them by `fully_shard`; None: no nodes of several ranks
     :raises JobError: if the optimizer was wrapped by a framework or averages by itself, or if the
-        model is joined over other ranks than those of its node
+        model is joined over ranks of other nodes, or over only some ranks of its node
     """
     kind = type(optimizer)
     home = kind.__module__.partition(".")[0]
@@ -122,8 +122,8 @@ def _sharded(model: nn.Module, world: World | None) -> bool:
     others = [n for n, p in model.named_parameters() if p.requires_grad and not is_sharded(p)]
     if shards and others:
         raise JobError(
-            f"{parameter_list(others)} aren't sharded, but others are, so that their gradients "
-            "would not be averaged inside the node: call "
+            f"{parameter_list(others)} aren't sharded, although other parameters are. The "
+            "gradients of unsharded parameters would not be averaged inside the node: call "
             "fully_shard(model, mesh=world.node_mesh()) on the whole model, too, after its layers"
         )
     return bool(shards)

@@ -1,7 +1,7 @@
-"""Warnings about stragglers and divergence, and the warnings of the cadence.
+"""Warnings of a run about slow nodes (stragglers), diverging nodes, and the state of the cadence.
 
-They are computed on rank 0 from the rows that it has gathered for the log, and therefore need no
-messages between ranks.
+Rank 0 computes them from the rows that it has gathered for the log, so that they need no messages
+between ranks.
 """
 
 from collections import deque

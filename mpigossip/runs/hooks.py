@@ -12,7 +12,7 @@ import numpy as np
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.config.user_code import build_checked, import_object, is_user_code
-from mpigossip.engine.measurements import Record
+from mpigossip.engine.measurements import StepMetrics
 from mpigossip.runs.summary import mean
 from mpigossip.store import StoreError
 from mpigossip.store.hdf5 import writing
@@ -35,7 +35,7 @@ class Hook:
         :param assembly: the parts of the job (model, data, graph)
         """
 
-    def step(self, progress, record: Record) -> None:
+    def step(self, progress, record: StepMetrics) -> None:
         """Process the metrics of a step, ``record``."""
 
     def evaluation(self, progress, step: int, result: Evaluation) -> None:
@@ -98,7 +98,7 @@ class TensorBoard(Hook):
                 f"export {self._progress.folder} --tensorboard FOLDER` writes all metrics"
             )
 
-    def step(self, progress, record: Record) -> None:
+    def step(self, progress, record: StepMetrics) -> None:
         if self._writer is None:
             return
         per_node = progress.samples_per_step / progress.nodes or np.nan

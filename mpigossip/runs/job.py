@@ -12,7 +12,7 @@ import torch
 from mpigossip import config
 from mpigossip.cluster.world import World
 from mpigossip.config import Job
-from mpigossip.engine.measurements import Record
+from mpigossip.engine.measurements import StepMetrics
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.node import Arrays, Numbers
 from mpigossip.runs.overview import overview
@@ -179,7 +179,7 @@ class JobNode:
     def _samples(self, nodes: int) -> int:
         return nodes * self.group.slots * self.job.data.batch * self.job.algorithm.accumulate
 
-    def samples(self, record: Record) -> int:
+    def samples(self, record: StepMetrics) -> int:
         """Return the number of samples of a step, over all nodes that were not idle."""
         nodes = self.mixer.n
         engine = self.engine

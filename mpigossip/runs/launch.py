@@ -102,7 +102,7 @@ def newest(folder: Path, world: World) -> Path | None:
                     ]
                 )
             for path, problem in damaged.items():
-                new_name = checkpoint.set_aside(path).name
+                new_name = checkpoint.rename_damaged(path).name
                 print_line(
                     f"{problem}. The run continues from {newest_path}, and keeps the damaged one "
                     "as "

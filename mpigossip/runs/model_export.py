@@ -62,7 +62,7 @@ def export(path: Path, out: Path, node: int | None = None, trust_model: bool = F
 def averaged(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
     """Return parameters and buffers by name, averaged over the nodes of a checkpoint.
 
-    Buffers of integers can't be averaged: they are those of node 0.
+    Buffers of integers can't be averaged; they are taken from node 0.
     """
     return _by_name(checkpoint.read_node(path, 0, manifest), checkpoint.average(path, manifest))
 

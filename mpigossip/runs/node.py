@@ -107,7 +107,7 @@ class Node(Protocol):
     # -- other nodes ------------------------------------------------------------------------------
 
     def rebuild(self, world: World) -> None:
-        """Build again everything that depends on the number of nodes; collective over ``world``.
+        """Rebuild everything that depends on the number of nodes; collective over ``world``.
 
         The state of the algorithm is reset. If another rank failure has interrupted this call, a
         second call discards what the first one has built.

@@ -1,4 +1,4 @@
-"""Overview that is printed at the start of a run: nodes, model, data, method, exchange and others.
+"""Overview that is printed at the start of a run: nodes, model, data, method and exchange.
 
 Values such as the transport and the memory are read from the objects that were built for the run,
 because settings of the job may be "auto".
@@ -20,7 +20,7 @@ from mpigossip.engine.vector import named_arrays
 from mpigossip.graphs import Graph, spectral
 from mpigossip.groups.devices import unused_gpus_note
 from mpigossip.mixing.base import ExchangeKind, bytes_per_exchange
-from mpigossip.training.costs import held
+from mpigossip.training.costs import add_memory, held
 from mpigossip.training.schedule import full_rate
 
 if TYPE_CHECKING:
@@ -115,8 +115,9 @@ def _gossips(engine: Engine) -> bool:
 def _graph(graph: Graph) -> str:
     """Describe a graph in a line: degree, period, and how fast nodes reach their average.
 
-    The last is the number of rounds to the exact average, or else the spectral gap. If columns of
-    W(t) don't sum to one, the line says that the mean over nodes drifts.
+    The speed is the number of rounds to the exact average; if rounds never compute it, the speed is
+    the spectral gap. If columns of W(t) do not sum to one, the line says that the mean over nodes
+    drifts.
     """
     if graph.n == 1:
         return "one node: nothing to average"
@@ -211,7 +212,26 @@ def _traffic(engine: Engine, graph: Graph, world: World) -> str:
         else ""
     )
     vectors = pluralize(method.vectors, "vector")
-    return f"{format_bytes(average)} per node and {when} ({vectors}){ratio}"
+    return f"{format_bytes(average)} per node and {when} ({vectors}){_state(engine, graph)}{ratio}"
+
+
+def _state(engine: Engine, graph: Graph) -> str:
+    """Describe the bytes that a node sends to average arrays of the local step.
+
+    The result is "" if none is averaged.
+    """
+    averages = engine.averages
+    if averages is None:
+        return ""
+    texts = []
+    for name, period in averages.periods.items():
+        mixer = engine.mixer.state_mixers[name]
+        nbytes = mixer.layout.sent_bytes
+        rounds = range(min(graph.period or ROUNDS, ROUNDS))
+        node = mixer.local_nodes[0]
+        sent = [bytes_per_exchange(graph, averages.kind, t, node, nbytes) for t in rounds]
+        texts.append(f"{format_bytes(float(np.mean(sent)))} every {period} steps for {name}")
+    return f", and {', '.join(texts)}"
 
 
 def _memory(progress: Progress, trainer: Trainer, world: World) -> int:
@@ -223,6 +243,8 @@ def _memory(progress: Progress, trainer: Trainer, world: World) -> int:
     per = world.nodes.per_node
     slots = trainer.engine.group.slots
     averages = ExchangeKind.GLOBAL in trainer.engine.cadence.kinds
-    messages = {name: per * count for name, count in mixer.memory(averages).items()}
+    others = [m.memory(averages) for m in mixer.state_mixers.values()]
+    memory = add_memory(mixer.memory(averages), others)
+    messages = {name: per * count for name, count in memory.items()}
     parts = held(progress.job, replicas.flat, slots, per * state, messages, world.survives)
     return sum(parts.values())

@@ -16,7 +16,7 @@ from mpigossip.cluster.launcher import terminal_of_launcher
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import output_error
 from mpigossip.config.readable import format_duration, print_note, print_safe, printable
-from mpigossip.engine.measurements import Record
+from mpigossip.engine.measurements import StepMetrics
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.summary import describe, mean, number
 from mpigossip.store.log import COLUMNS, MEMBER_COLUMNS
@@ -105,7 +105,7 @@ class Printer(Hook):
         self._print(Text())
         self._rows = 0
 
-    def step(self, progress, record: Record) -> None:
+    def step(self, progress, record: StepMetrics) -> None:
         if not self._enabled:
             return
         now = time.monotonic()
@@ -161,8 +161,8 @@ class Printer(Hook):
     def _hidden(self) -> str:
         """Return a text with the hidden fraction of the exchange time since the last line.
 
-        Hidden is the part during which the main thread did not wait. The text is "" if no exchange
-        was timed.
+        An exchange is hidden while the main thread does not wait for it. The text is "" if no
+        exchange was timed.
         """
         mixer = self._engine.mixer
         now = (mixer.exchange_seconds, mixer.wait_seconds)

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpigossip.config import Job
 from mpigossip.config.readable import print_note
-from mpigossip.engine.measurements import Record
+from mpigossip.engine.measurements import StepMetrics
 from mpigossip.training.evaluate import Evaluation
 from mpigossip.training.task import CLASSIFICATION, Objective
 
@@ -29,7 +29,7 @@ class Progress:
     steps_per_epoch: int = 0
     """Number of steps per epoch; 0 if it is not known, as in custom loops."""
     total_steps: int = 0
-    """Step at which the run ends; 0 if it is not known."""
+    """Number of steps of the whole run; 0 if it is not known."""
     samples_per_step: int = 0
     """Number of samples in a step of all nodes; 0 if it is not known."""
     objective: Objective = CLASSIFICATION
@@ -51,7 +51,7 @@ class Progress:
     """Time by `time.perf_counter` at which this attempt began."""
     evaluation: Evaluation | None = None
     lost: list[str] = field(default_factory=list)
-    """One line for each failed rank."""
+    """Description of each failed rank: its number, its host and the step of its failure."""
     warnings: list[str] = field(default_factory=list)
     """Warnings that the summary repeats."""
     checkpoint: Path | None = None
@@ -88,7 +88,7 @@ class Tally:
     spent: dict[str, float] = field(default_factory=dict)
     samples: int = 0
 
-    def add(self, record: Record, samples: int) -> None:
+    def add(self, record: StepMetrics, samples: int) -> None:
         for name, seconds in record.seconds.items():
             self.spent[name] = self.spent.get(name, 0.0) + seconds
         self.samples += samples

@@ -13,7 +13,7 @@ from mpigossip.cluster.agreement import CollectiveError
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.config.readable import print_note
-from mpigossip.engine.measurements import Record
+from mpigossip.engine.measurements import StepMetrics
 from mpigossip.runs.alarms import watchers
 from mpigossip.runs.hooks import Hook
 from mpigossip.store import StoreError
@@ -162,7 +162,7 @@ class Recorder(Hook):
         new = [name for name in names if name not in ("step", *COLUMNS)]
         return {name: self._metrics.get(name, FIGURE) for name in new}
 
-    def step(self, progress, record: Record) -> None:
+    def step(self, progress, record: StepMetrics) -> None:
         ones = np.ones(self._rows)
         samples = ones * (progress.samples_per_step / progress.nodes or np.nan)
         samples[list(record.idle_rows)] = 0.0
@@ -360,7 +360,7 @@ def _mean_of_known(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def environment() -> dict[str, str]:
-    """Return the versions of software, the machine and the command of this run, for the log."""
+    """Return the versions of software, the machine and the command of this run, as text by name."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

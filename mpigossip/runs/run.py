@@ -15,7 +15,7 @@ from mpigossip.cluster.world import World
 from mpigossip.config import Job
 from mpigossip.config.errors import UserError
 from mpigossip.config.readable import pluralize
-from mpigossip.engine.measurements import Record
+from mpigossip.engine.measurements import StepMetrics
 from mpigossip.runs.hooks import Hook, named_hooks
 from mpigossip.runs.node import Node, wait_for_nodes
 from mpigossip.runs.printer import Printer, print_line
@@ -108,7 +108,7 @@ class Run:
         self.stopper = resources.enter_context(Stopper(world, self.folder, end, lag))
         self.tally = Tally()
         self._before_s = 0.0
-        self.last: Record | None = None
+        self.last: StepMetrics | None = None
         """Record of the last step, which is not yet passed to the hooks."""
         self.figures: dict[int, dict[str, float]] = {}
         """Metrics that the program has logged, by step and name. Metrics with the key -1 belong to
@@ -118,7 +118,8 @@ class Run:
         self._states: Sequence[NodeState] = ()
         self._lost: list[str] = []
         self.saved_at: int | None = None
-        """Step of this node at the last attempt to save."""
+        """Step that needs no other checkpoint: the last one for which a save was attempted, or the
+        step of the checkpoint from which the run has resumed exactly. None: no step."""
         self._stop_step: int | None = None
         self.state = State.READY
         self.stopped = False
@@ -218,7 +219,7 @@ class Run:
 
     # -- a step -----------------------------------------------------------------------------------
 
-    def record_step(self, record: Record, samples: int | None = None) -> None:
+    def record_step(self, record: StepMetrics, samples: int | None = None) -> None:
         """Keep the record of a step until :meth:`close_step`, and ask hooks whether to stop.
 
         :param record: record of the step
@@ -332,9 +333,9 @@ class Run:
             )
 
     def _same_step(self, call: str) -> int:
-        """Return the number of steps done, after a check that it is equal on all ranks; collective.
+        """Check that all ranks have done the same number of steps, and return it; collective.
 
-        The steps of asynchronous nodes may differ: the largest number of any node is returned.
+        Asynchronous nodes may have done different numbers: the largest one is returned.
 
         :param call: name of this call, for messages
         :raises JobError: on all ranks, if synchronous nodes have done different numbers of steps,

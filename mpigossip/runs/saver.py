@@ -33,8 +33,8 @@ class Saver:
     """Background writer of checkpoints; a new checkpoint waits until the last one is complete.
 
     A thread of each rank writes the files of its nodes into a temporary folder. Every `LAG` steps,
-    a non-blocking reduction tells the ranks whether all of them are done. If so, the thread of rank
-    0 writes the manifest and renames the folder, which completes the checkpoint.
+    the ranks find out by a non-blocking reduction whether all files are written. If so, the thread
+    of rank 0 writes the manifest and renames the folder, which completes the checkpoint.
     """
 
     def __init__(self, world: World, folder: Path, job: str, settings: CheckpointSection):

@@ -5,6 +5,7 @@ gets its saved state, and the run resumes exactly. Otherwise, all nodes begin wi
 of the saved nodes.
 """
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpigossip.algorithms.methods import same_state
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import NodeLayout, ParameterLayout, is_per_row, join_row, scatter_row
 from mpigossip.groups.base import local_shards
@@ -24,8 +26,8 @@ from mpigossip.store.manifest import MOST
 
 COUNTERS = {"index", "born", "round", "shift", "seconds", "bytes_sent"}
 AVERAGED = {"momentum", "first", "second"}
-"""Names of the states of algorithms that are means of gradients. Only these can be averaged over
-nodes; all other states have to be reset."""
+"""Names of those arrays in the states of algorithms that are means of gradients or of their
+squares. Only these can be averaged over nodes; all other arrays have to be reset."""
 
 # -- from a node to arrays -------------------------------------------------------------------------
 
@@ -78,7 +80,7 @@ def _large(node: Node) -> bool:
     several = node.world.nodes.per_node > 1 and engine.group.slots > 1
     # If the layout permutes a parameter, a slot that has only a part of it can't restore the order
     # of its elements.
-    able = several and isinstance(flat, ParameterLayout) and flat.by_index
+    able = several and isinstance(flat, ParameterLayout) and flat.is_row_major
     return able and flat.count * bytes_per_element > 1e9 * node.job.checkpoint.one_file_gb
 
 
@@ -180,7 +182,8 @@ def restore(
     rows = node.mixer.local_nodes
     fits = manifest.n == node.mixer.n
     first = checkpoint.read_node(path, rows[0] if fits else 0, manifest)
-    # If the run does not resume exactly, all nodes take the counters of node 0.
+    # Nodes that do not take their own state take the counters of node 0. If only the method
+    # differs, each node keeps its own counters, whose step is equal on all nodes.
     if fits and not node.resumes_exactly(manifest, first):
         first = checkpoint.read_node(path, 0, manifest)
         fits = False
@@ -188,7 +191,9 @@ def restore(
     _check_counters(first, path)
     with reading(path):  # It converts errors about shapes to StoreError.
         node.restore_counters(first.numbers, manifest.meta)
+        now = node.job.algorithm.name
         exact = fits and _same_method(first, node.engine)
+        exact = exact and same_state(_algorithm(manifest) or now, now)
         if exact:
             messages = []
             for row, number in enumerate(rows):
@@ -263,8 +268,10 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
     messages: list[str] = []
     if averaged and names:
         messages.append(f"averaged: {', '.join(names)}")
+    dropped = [n.removeprefix("state/") for n in mean if n.startswith("state/")]
+    if averaged and (lost := [name for name in dropped if name not in names]):
+        messages.append(f"dropped: {', '.join(lost)}")
     if not averaged:
-        dropped = [n.removeprefix("state/") for n in mean if n.startswith("state/")]
         engine.restart()
         messages.append(f"dropped: {', '.join(dropped) or 'nothing'}, reset: {', '.join(names)}")
     # If the state was reset at this very step, the cadence has not advanced since: keep it initial.
@@ -314,6 +321,15 @@ def _check_model(saved: NodeState, flat: NodeLayout, path: Path) -> None:
             f"{path} holds another model{example}: resume with the model that was saved "
             "(`mpigossip checkpoint show` prints its job)"
         )
+
+
+def _algorithm(manifest: Manifest) -> str:
+    """Return the name of the algorithm of a checkpoint; "" if its job does not name it."""
+    try:
+        section = tomllib.loads(manifest.job).get("algorithm", {})
+    except tomllib.TOMLDecodeError:
+        return ""
+    return str(section.get("name", "")) if isinstance(section, dict) else ""
 
 
 def _same_method(saved: NodeState, engine: Engine) -> bool:

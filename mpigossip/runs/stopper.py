@@ -138,7 +138,7 @@ class Stopper(Hook):
             deadline.this_rank.sigterm_time = time.monotonic()
 
     def due(self) -> bool:
-        """Return whether a signal or the clock asks this process to stop."""
+        """Return whether a signal has arrived, or so little time is left that the run must stop."""
         self._is_due = self._clock.over() or self._is_due
         return self._is_due
 

@@ -8,7 +8,7 @@ import numpy as np
 from mpigossip.config.readable import format_bytes, pluralize
 
 SPLIT = {"compute_s": "compute", "node_s": "node", "exchange_s": "exchange", "idle_s": "idle"}
-"""Purposes on which a step spends its time: the column of the log, and the word in the summary."""
+"""Parts of the time of a step: for each column of the log, the word in the summary."""
 
 
 def metrics_of(summary: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Continuation of a run by the survivors of a rank failure, with a smaller world.
+"""Continuation of a run by the survivors of a rank failure, which form a smaller world.
 
 Jobs and custom loops use the same class, :class:`Survival`. A job makes all of its steps, and the
 end of its run, by :meth:`Survival.step`, and never calls :meth:`Survival.leave`: all nodes of a job

@@ -141,7 +141,7 @@ def _check_count(path: Path, count: int, what: str, limit: int) -> None:
     if count > limit:
         raise StoreError(
             f"{path} would have {count:,} {what}, but only {limit:,} can be read back; save "
-            "fewer parameters or kept objects"
+            "fewer parameters, or fewer further objects with the checkpoint"
         )
 
 
@@ -178,8 +178,9 @@ def commit(
         path = temporary / entry.file
         if not path.is_file() or path.stat().st_size != entry.bytes:
             raise StoreError(
-                f"{path} was written by node {entry.node}, but node 0 can't see it: checkpoints "
-                "need a file system that all nodes share; set run.output to a folder on one"
+                f"{path} was written by node {entry.node}, but on the host of node 0 it is missing "
+                f"or does not have {entry.bytes:,} bytes: checkpoints need a file system that all "
+                "nodes share; set run.output to a folder on such a file system"
             )
     final = folder(run, step)
     old = final.with_suffix(".old")
@@ -188,7 +189,7 @@ def commit(
         manifests.write(temporary / MANIFEST, manifest)
         sync(temporary)
         if final.exists() and _problem(final):
-            set_aside(final)
+            rename_damaged(final)
         elif final.exists():
             shutil.rmtree(old, ignore_errors=True)
             # If this process is killed before the next rename, latest() finds the old folder.
@@ -228,7 +229,7 @@ def newest(run: Path) -> tuple[Path | None, dict[Path, str]]:
     return None, damaged
 
 
-def set_aside(path: Path) -> Path:
+def rename_damaged(path: Path) -> Path:
     """Rename a damaged checkpoint to an unused name `step-….damaged`; return the new path."""
     target = path.with_suffix(".damaged")
     while target.exists():
@@ -309,7 +310,7 @@ def read_state(path: Path, entry: Entry, length: int, step: int) -> NodeState:
         if problem := state.not_finite():
             raise StoreError(
                 f"{Path(path) / entry.file} has {problem}, which older versions did not reject; to "
-                f"resume from the checkpoint before: mv {path} {path}.damaged"
+                f"resume from the previous checkpoint, run: mv {path} {path}.damaged"
             )
         return state
 

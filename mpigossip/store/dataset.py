@@ -214,7 +214,7 @@ def open_dataset(path: Path | str) -> Dataset:
         if not isinstance(error, (*CONTENT_ERRORS, OSError)):
             raise
         invalid = isinstance(error, Contradiction)
-        problem = "can't be used" if invalid else "lacks a piece or has a damaged one"
+        problem = "can't be used" if invalid else "is incomplete or damaged"
         if isinstance(error, OSError):
             truncated = "truncated" in str(error)
             problem = "is truncated" if truncated else "can't be opened as an HDF5 file"
@@ -233,7 +233,7 @@ def _read(raw: io.FileIO, path: Path) -> Dataset:
         version = guard.attribute(file, "version")
         readable = isinstance(version, int) and PLAIN <= version <= VERSION
         require(readable, f"its version is {version}, but this program reads {PLAIN} to {VERSION}")
-        objects = guard.look(file, size)
+        objects = guard.check_objects(file, size)
         return _content(raw, path, guard.attributes(file), objects)
 
 
@@ -277,10 +277,17 @@ def _tokenizer(objects: dict[str, Any], facts: dict[str, Any]) -> Tokenizer:
     stored = guard.array(objects, "tokenizer", "u", 1)
     lengths = guard.array(objects, "lengths", "<i8", 1)
     valid = len(lengths) <= MAX_ENTRIES and len(lengths) > 0 and int(lengths.min()) > 0
-    require(valid, f"its tokenizer has {len(lengths)} tokens, not 1 to {MAX_ENTRIES} with bytes")
+    require(
+        valid,
+        f"its tokenizer has {len(lengths)} tokens; it must have 1 to {MAX_ENTRIES}, each of at "
+        "least one byte",
+    )
     tokenizer = Tokenizer(lengths, stored.tobytes())
     name = facts.get("tokenizer")
-    require(tokenizer.name == name, f"its tokenizer is {tokenizer.name}, not {name} as it states")
+    require(
+        tokenizer.name == name,
+        f"its tokenizer is {tokenizer.name}, but its attribute tokenizer is {name}",
+    )
     return tokenizer
 
 
@@ -307,15 +314,22 @@ def _split(
     else:
         offsets = read("offsets", 1)
         fits = len(shape) == 1 and len(offsets) == len(labels) + 1
-        require(fits, f"{name} has {len(offsets)} offsets for {len(labels)} labels, not one more")
+        require(
+            fits,
+            f"{name} has {len(offsets)} offsets for {len(labels)} labels; it must have "
+            f"{len(labels) + 1}",
+        )
         fits = offsets[0] == 0 and offsets[-1] == payload.size and (np.diff(offsets) >= 0).all()
         require(fits, f"the offsets of {name} don't ascend from 0 to {payload.size}")
     if kind == "images":
         sizes = read("sizes", 2)
         fits = sizes.shape == (len(labels), 2) and (sizes > 0).all() and (sizes <= SIDE).all()
-        require(fits, f"{name} lacks a height and width from 1 to {SIDE} for some image")
+        require(fits, f"some image of {name} has no height and width from 1 to {SIDE} pixels")
     checksums = guard.array(objects, f"{name}/checksums", "<u4", 1)
-    require(len(checksums) == len(labels), f"{name} has {len(checksums)} checksums")
+    require(
+        len(checksums) == len(labels),
+        f"{name} has {len(checksums)} checksums for {len(labels)} samples",
+    )
     require(len(labels) > 0, f"{name} has no samples")
     invalid = np.flatnonzero((labels < 0) | (labels >= classes))
     first = f"; the first is {labels[invalid[0]]}, of sample {invalid[0]}" if len(invalid) else ""

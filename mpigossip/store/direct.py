@@ -20,14 +20,16 @@ import numpy as np
 LARGE = 1 << 20
 """Size, in bytes, from which an array is written with O_DIRECT; HDF5 writes smaller arrays."""
 BLOCK = 1 << 22
+"""Number of bytes that are written at a time."""
 PAGE = 4096
+"""Number to which O_DIRECT requires addresses, offsets and sizes to be multiples, in bytes."""
 LAYOUT = {"alignment_threshold": LARGE, "alignment_interval": PAGE}
 """Settings of the HDF5 file, so that large arrays begin at page boundaries, as O_DIRECT requires.
 Any HDF5 library can read the file.
 """
 
 
-class Part(NamedTuple):
+class PendingWrite(NamedTuple):
     """Bytes that will be written, and their offset in the file."""
 
     offset: int
@@ -43,7 +45,7 @@ def pages(size: int) -> np.ndarray:
     return np.frombuffer(mmap.mmap(-1, size, private), np.uint8)
 
 
-def reserve(group: h5py.Group, name: str, array: np.ndarray) -> Part:
+def reserve(group: h5py.Group, name: str, array: np.ndarray) -> PendingWrite:
     """Create a contiguous dataset for an array without writing its bytes.
 
     :param group: group of the new dataset
@@ -57,10 +59,10 @@ def reserve(group: h5py.Group, name: str, array: np.ndarray) -> Part:
     creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     data = group.create_dataset(name, shape=flat.shape, dtype=flat.dtype, dcpl=creation)
-    return Part(data.id.get_offset(), flat.reshape(-1).view(np.uint8).data)
+    return PendingWrite(data.id.get_offset(), flat.reshape(-1).view(np.uint8).data)
 
 
-def fill(path: Path, parts: Sequence[Part]) -> str:
+def fill(path: Path, parts: Sequence[PendingWrite]) -> str:
     """Write the bytes of all reserved datasets to a file that is otherwise complete, and fsync it.
 
     :param path: file to write to
@@ -94,7 +96,7 @@ def _open_direct(path: Path) -> int | None:
         return None
 
 
-def _write(buffered: int, direct: int | None, part: Part, value: int) -> int:
+def _write(buffered: int, direct: int | None, part: PendingWrite, value: int) -> int:
     """Write a part and return the checksum continued over its bytes.
 
     O_DIRECT writes whole pages only, so the remaining bytes are written through the page cache.
@@ -133,7 +135,7 @@ def _direct(direct: int, pages: memoryview, offset: int) -> int:
 
 def crc(descriptor: int, start: int, end: int, value: int = 0) -> int:
     """Return the CRC-32 ``value``, continued over the bytes of a file from ``start`` to ``end``."""
-    buffer = memoryview(bytearray(1 << 19))  # small enough to stay in the processor's cache
+    buffer = memoryview(bytearray(1 << 19))  # A buffer of this size stays in the processor's cache.
     while start < end:
         count = os.preadv(descriptor, [buffer[: end - start]], start)
         if not count:

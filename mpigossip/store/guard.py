@@ -54,7 +54,7 @@ as the rows before the first value of a column.
 SMALL_TABLES = 1 << 26
 """Number of bytes that tables may have in memory, however small their file is."""
 METADATA = 1 << 16
-"""Largest number of bytes that HDF5 reads at once if it reads headers."""
+"""Largest number of bytes that HDF5 reads at once when it reads headers."""
 HEADER = 68
 """Number of bytes of the longest header that `_Checked` checks."""
 CHUNKS = 1 << 20
@@ -165,15 +165,15 @@ def opened(file: Any, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str, Any
     HDF5 gets only this file object, and opens no file by its name.
 
     :param file: binary file
-    :param allowed: keyword arguments of :func:`look`
+    :param allowed: keyword arguments of :func:`check_objects`
     :raises ValueError: if an object is rejected
     """
     size = file.seek(0, os.SEEK_END)
     with hdf5(file) as content:
-        yield content, look(content, size, **allowed)
+        yield content, check_objects(content, size, **allowed)
 
 
-def look(
+def check_objects(
     content: h5py.File,
     size: int,
     *,
@@ -324,7 +324,8 @@ def _chunks(path: str, data: h5d.DatasetID, size: int, width: int, checked: bool
 def _plain(kind: h5t.TypeID, within: int = 0) -> bool:
     """Return whether a type consists of numbers, Booleans and strings of fixed length only.
 
-    Complex numbers, and compound types of at most 8 such members or 1-D arrays, are included.
+    The result is true for complex numbers, too, and for compound types of at most 8 members that
+    are such types or 1-D arrays of them.
 
     :param kind: type to check
     :param within: number of compound types and arrays that contain this type
@@ -347,14 +348,14 @@ def _plain(kind: h5t.TypeID, within: int = 0) -> bool:
 def array(
     objects: dict[str, Any], path: str, kind: str | None = None, ndim: int | None = None
 ) -> Any:
-    """Read the dataset at a path.
+    """Return the dataset at a path as a NumPy array, after a check of its dtype and dimensions.
 
-    :param objects: objects by path, as :func:`look` returns them
+    :param objects: objects by path, as :func:`check_objects` returns them
     :param path: path of the dataset
-    :param kind: NumPy type such as "<f4", or letters of NumPy's kinds of types such as "iu"; None:
-        any type
+    :param kind: required dtype such as "<f4", or accepted values of `dtype.kind` such as "iu";
+        None: any dtype
     :param ndim: number of dimensions; None: any number
-    :raises ValueError: if there is no such dataset, or if it has another type or number of
+    :raises ValueError: if there is no such dataset, or if it has another dtype or number of
         dimensions
     """
     data = dataset(objects, path)
@@ -367,9 +368,9 @@ def array(
 def rows(objects: dict[str, Any], path: str, kinds: str) -> list[tuple]:
     """Read the rows of a 1-D dataset with a compound type, as tuples of Python objects.
 
-    :param objects: objects by path, as :func:`look` returns them
+    :param objects: objects by path, as :func:`check_objects` returns them
     :param path: path of the dataset
-    :param kinds: letter of NumPy's kind of type for each member, such as "Si"
+    :param kinds: value of `dtype.kind` for each member, such as "Si"
     :raises ValueError: if there is no such dataset, or if its members are of other kinds
     """
     table = array(objects, path, "V", 1)
@@ -389,7 +390,7 @@ def dataset(objects: dict[str, Any], path: str) -> h5py.Dataset:
 def text(objects: dict[str, Any], path: str) -> str:
     """Read a dataset of one string, as `hdf5.write_text` writes it.
 
-    :param objects: objects by path, as :func:`look` returns them
+    :param objects: objects by path, as :func:`check_objects` returns them
     :param path: path of the dataset
     :raises ValueError: if there is no such string, or if it contains control characters
     """

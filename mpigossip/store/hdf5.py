@@ -1,4 +1,4 @@
-"""Helpers for h5py, for texts outside HDF5's heap, errors, and safe replacement of files."""
+"""Helpers for h5py: texts of fixed length, error messages, and safe replacement of files."""
 
 import errno
 import io
@@ -30,6 +30,7 @@ CONTENT_ERRORS = (
 """Exceptions that Python and h5py raise if the content of a file is not as expected."""
 
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""Error numbers of the operating system if the user may not write a file."""
 
 
 @contextmanager
@@ -151,7 +152,7 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # some file systems, such as SMB, cannot fsync a folder
+    except OSError as error:  # Some file systems, such as SMB, cannot fsync a folder.
         if error.errno not in {errno.EINVAL, errno.ENOTSUP} or not path.is_dir():
             raise
     finally:

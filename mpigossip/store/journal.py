@@ -31,7 +31,7 @@ SMALL = 1 << 26
 TRIES = 20
 """Largest number of attempts to read a file while another process writes to it."""
 SLACK = 1 << 25
-"""Largest number of bytes by which a valid journal extends its file, besides the pages in it."""
+"""Largest number of bytes by which a valid journal extends its file beyond the pages in it."""
 MAGIC = b"mpigossip pages\n"
 
 

@@ -112,8 +112,9 @@ class LogWriter:
 
     If ``first_step`` > 0, an existing log is continued: steps from ``first_step`` on are removed,
     and so are evaluations after more than ``first_step`` steps. If the run resumes with more nodes,
-    the columns are widened. Otherwise, a new log begins. It replaces a log without steps; any other
-    file of this name is renamed to log.h5.1, log.h5.2 and so on.
+    each column gets entries for the new nodes. If ``first_step`` is 0, or if there is no log that
+    can be continued, a new log begins. It replaces a log without steps; any other file of this name
+    is renamed to log.h5.1, log.h5.2 and so on.
 
     The attribute `next_step` is the step after the last one in the file, or ``first_step`` if the
     file has no steps.
@@ -175,7 +176,7 @@ class LogWriter:
                 _column(file["steps"], name, column, per_node=True)
 
     def widen(self, columns: Mapping[str, Column]) -> None:
-        """Add columns to the steps; their entries are unknown in the rows written so far."""
+        """Add columns to the steps; their entries are unknown in rows that exist already."""
         new = {name: column for name, column in columns.items() if name not in self.columns}
         if new:
             with self._changing() as file:
@@ -197,7 +198,9 @@ class LogWriter:
         rows = len(next(iter(columns.values())))
         step = columns.pop("step", np.arange(self.next_step, self.next_step + rows))
         if columns.keys() != self.columns.keys():
-            raise ValueError(f"append needs {sorted(self.columns)}, not {sorted(columns)}")
+            raise ValueError(
+                f"append needs the columns {sorted(self.columns)}, not {sorted(columns)}"
+            )
         for name, values in columns.items():
             if np.shape(values) != (rows, self.nodes):
                 raise ValueError(f'"{name}" has shape {np.shape(values)}, not {(rows, self.nodes)}')

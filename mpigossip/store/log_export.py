@@ -131,7 +131,7 @@ class Events:
         self._file = (folder / name).open("xb")
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
-        # Write this at step 0, too: the folder may contain files of a run that was started again.
+        # Write this at step 0, too: the folder may contain event files of an earlier start.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._write(step=first_step, session_log=start)
 

@@ -1,4 +1,4 @@
-"""Reader of logs, which validates a log and can read it while a run writes to it."""
+"""Reader of logs, which validates a log and can read it while a run is still writing to it."""
 
 import json
 import time
@@ -58,7 +58,7 @@ class Log:
 
 
 def read(path: Path, columns: Collection[str] | None = None, points: int | None = None) -> Log:
-    """Read a log, also of a run that is still going on or was killed.
+    """Read a log; its run may still be writing to it, or may have been killed.
 
     :param path: log.h5 in a run directory. If members have trained there, their logs are read
         instead and joined, with one column for each member
@@ -116,7 +116,7 @@ def _join_members(logs: list[Log]) -> Log:
     summary = dict(last.summary)
     if "finished" in summary:
         sent = [float(log.summary["bytes_sent"]) for log in logs if "finished" in log.summary]
-        # These times were measured by the clocks of the members.
+        # The members measured these times by different clocks, so the duration is approximate.
         times = steps.get("time", step)
         times = times[np.isfinite(times)]
         summary |= {"nodes": len(logs), "bytes_sent": sum(sent) / len(sent)}
@@ -151,7 +151,11 @@ def _read(path: Path, wanted: Collection[str] | None, points: int | None) -> Log
 def _typed(entries: Any, default: type = object) -> dict[str, Any]:
     """Check the types of the entries of a summary or environment, and return the entries.
 
-    Known entries must have their known types, and all others the type `default`.
+    Entries named in `TEXTS` must be strings. Entries named in `NUMBERS`, and metrics, must be
+    numbers. All others must have the type ``default``.
+
+    :raises ValueError: if an entry has another type, or the summary of a finished run lacks one of
+        the entries in `NEEDED`
     """
     if not isinstance(entries, dict) or "finished" in entries and not entries.keys() >= NEEDED:
         raise ValueError("its summary or environment lacks entries")
@@ -191,7 +195,7 @@ def opened(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def columns(objects: dict[str, Any], group: str) -> list[tuple[str, h5py.Dataset]]:
-    """Return the columns of a group, sorted by name."""
+    """Return the columns of a group, sorted by name; raise ValueError if there are too many."""
     paths = [path for path in objects if path.startswith(group + "/")]
     if len(paths) > COLUMNS:
         raise ValueError(f"{len(paths)} columns are too many: at most {COLUMNS} are allowed")

@@ -49,8 +49,11 @@ class Entry(NamedTuple):
 
     @property
     def slot(self) -> int | None:
-        """Index of the slot that wrote the file; None: the file contains a complete node."""
-        match = re.fullmatch(r"node-\d+-(\d+)\.h5", self.file, re.ASCII)
+        """Index of the slot that wrote the file; None: the file contains a complete node.
+
+        In the folder of members, it is the index of the rank.
+        """
+        match = re.fullmatch(r"(?:node-\d+|\d{6}-[0-9a-f]{16})-(\d+)\.h5", self.file, re.ASCII)
         return int(match[1]) if match else None
 
 
@@ -146,6 +149,7 @@ def _parts(entries: Iterable[Entry]) -> Iterator[tuple[Entry, slice]]:
 
 
 def _header(content: bytes) -> bytes:
+    """Return the first bytes of a manifest, with the SHA-256 of ``content``, its HDF5 part."""
     text = f"{FORMAT}\nsha256 of all bytes after {HEADER}: {hashlib.sha256(content).hexdigest()}\n"
     return text.encode().ljust(HEADER, b"\0")
 
@@ -211,14 +215,20 @@ def only(objects: Mapping[str, Any], needed: set[str], further: Collection[str] 
 
 
 def counter(value: Any, name: str, limit: int) -> int:
-    """Return ``value``; raise ValueError unless it is an integer from 0 to ``limit``."""
+    """Check that a value is an integer from 0 to ``limit``, and return it.
+
+    :raises ValueError: if it is not; the message contains ``name``
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
         raise ValueError(f"{name} = {str(value)[:40]}: must be a whole number from 0 to {limit}")
     return value
 
 
 def parse_facts(text: str, name: str) -> dict[str, Number]:
-    """Parse facts or counters from a JSON object of numbers and strings."""
+    """Parse facts or counters from a JSON object of numbers and strings.
+
+    :raises ValueError: if the text is not such an object; the message contains ``name``
+    """
     facts = json.loads(text)
     if not isinstance(facts, dict) or len(facts) > FACTS:
         raise ValueError(f'"{name}" is not a table of at most {FACTS} numbers and texts')
@@ -243,7 +253,10 @@ def check_counters(numbers: dict[str, Number], step: int) -> dict[str, Number]:
     for name in [name for name in numbers if name == "seconds" or name.startswith("spent/")]:
         seconds = numbers[name]
         if not isinstance(seconds, int | float) or not 0 <= seconds < MOST:
-            raise ValueError(f"{name[:40]} = {str(seconds)[:40]}: must be 0 or more")
+            raise ValueError(
+                f"{name[:40]} = {str(seconds)[:40]}: must be a number of seconds, at least 0 and "
+                f"less than {MOST}"
+            )
     return numbers
 
 

@@ -20,8 +20,8 @@ with −∞, and a user's own state can have any value.
 NORMS = ("running_mean", "running_var")
 """Suffixes of the running statistics of normalization layers, which must be finite, too."""
 LOOSE = ("torch/", "own/", "rng/")
-"""Prefixes of arrays of a user's loop that may be missing on some nodes, because an optimizer has
-no state for parameters that the node never used.
+"""Prefixes of arrays of a custom loop that may be missing on some nodes, because an optimizer has
+no state for parameters that its node never used.
 """
 
 
@@ -30,8 +30,8 @@ class NodeState:
     """State from which a node, or one of its slots, can resume.
 
     `parameters`, (P,) float32, are the flat parameters of the node, which are the arrays with the
-    given `names` and `shapes`, raveled and joined in order. `arrays` are further arrays, by a path
-    such as "state/momentum". `numbers` are counters and other scalar values.
+    given `names` and `shapes`, flattened and joined in order. `arrays` are further arrays, by a
+    path such as "state/momentum". `numbers` are counters and other scalar values, by name.
 
     If `slot` is not None, this is the state of one slot: `parameters` are the shard of this slot,
     and `pieces` are its shards of further arrays, by path. Shards are joined in the order of the
@@ -70,7 +70,7 @@ class NodeState:
 
     def _parameter(self, index: int) -> str:
         """Describe the parameter that contains element ``index`` of the flat parameters."""
-        # The names of parameters can't be used, because the lengths of preceding slots are unknown.
+        # The lengths of the shards of preceding slots are unknown, so name the slot only.
         if self.slot is not None:
             return f" of slot {self.slot}"
         ends = np.cumsum([math.prod(shape) for shape in self.shapes])
@@ -108,12 +108,20 @@ def read_table(
         shape = tuple(map(int, numbers[:ndim]))
         fits = len(shape) == ndim <= DIMENSIONS and min(shape, default=0) >= 0
         if not fits or start != offset or size != math.prod(shape):
-            raise ValueError(f"parameter {name!r} of {shape} is at {start}, not at {offset}")
+            raise ValueError(
+                f"its table states that parameter {name!r} has the shape {shape}, {size} elements "
+                f"and the first element {start}: a shape must have at most {DIMENSIONS} "
+                "dimensions of 0 or more, whose product is the number of elements, and the first "
+                f"element must be {offset}"
+            )
         names.append(guard.printable(name, "name"))
         shapes.append(shape)
         offset += size
     if offset != length or len(set(names)) != len(names):
-        raise ValueError(f"{len(set(names))} of {len(names)} parameters fill {offset} of {length}")
+        raise ValueError(
+            f"its table lists {len(names)} parameters with {len(set(names))} different names and "
+            f"{offset} elements: each name must be different, and the file has {length} elements"
+        )
     return tuple(names), tuple(shapes)
 
 
@@ -124,8 +132,8 @@ def average(
 
     Only the sum and a single part are in memory at a time.
 
-    :param parts: dicts of arrays by name; arrays that are not floating-point are taken from the
-        first part
+    :param parts: dicts of arrays by name, for example one for each node; arrays that are not
+        floating-point are taken from the first part
     :param loose: prefixes of names that are left out if a part lacks them or has another shape
     :return: averages by name
     :raises ValueError: if parts differ in other names or shapes
@@ -138,7 +146,10 @@ def average(
         shapes, others = ({k: a.shape for k, a in arrays.items()} for arrays in (total, part))
         different = sorted({name for name, _ in shapes.items() ^ others.items()})
         if problems := [name for name in different if not name.startswith(loose)]:
-            raise ValueError(f"nodes or slots differ in {', '.join(problems)}")
+            raise ValueError(
+                f"nodes or slots have arrays of different shapes, or lack them: "
+                f"{', '.join(problems)}"
+            )
         for name in different:
             total.pop(name, None)
         for name, array in total.items():

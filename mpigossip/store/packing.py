@@ -54,7 +54,7 @@ class _Payload(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Half:
+class _SplitSamples:
     """Encoded samples of the training or test split, with their lengths, checksums and sizes."""
 
     spool: IO[bytes]
@@ -74,13 +74,14 @@ class _Half:
 
 
 @contextmanager
-def _halves(file: h5py.File) -> Iterator[dict[str, _Half]]:
+def _open_splits(file: h5py.File) -> Iterator[dict[str, _SplitSamples]]:
+    """Return a context manager with an empty collection of samples for each split, by name."""
     folder = Path(file.filename).parent
     with (
         tempfile.TemporaryFile(dir=folder, buffering=BUFFER) as train,
         tempfile.TemporaryFile(dir=folder, buffering=BUFFER) as test,
     ):
-        yield {"train": _Half(train), "test": _Half(test)}
+        yield {"train": _SplitSamples(train), "test": _SplitSamples(test)}
 
 
 def pack(
@@ -131,10 +132,12 @@ def pack(
         option = "--decoded" if decoded else f"--image-size {image_size}"
         raise StoreError(f"{option} is for images only, but --text was given; omit one of them")
     if tokenizer == "byte" and vocabulary != VOCABULARY:
-        raise StoreError(f"--vocabulary {vocabulary} is for byte pairs; add --tokenizer bpe")
+        raise StoreError(
+            f"--vocabulary {vocabulary} is for byte-pair encoding only; add --tokenizer bpe"
+        )
     if out.is_file() and not h5py.is_hdf5(out):
         raise StoreError(f"{out} exists and is not a data set; name another file, or remove it")
-    coder = texts.Coder(tokenizer, texts.files_of(folder, out)[0] if text else (), vocabulary)
+    coder = texts.Coder(tokenizer, texts.list_files(folder, out)[0] if text else (), vocabulary)
     if image_size is not None and image_size < 1:
         raise StoreError(f"--image-size {image_size}: must be at least 1 pixel")
     with replacing(out) as new:
@@ -156,11 +159,11 @@ def _pack_images(folder: Path, file: h5py.File, image_size: int | None, decoded:
     gray = True
     moments = np.zeros((3, 3))
     problems = list[str]()
-    with _halves(file) as halves:
+    with _open_splits(file) as splits:
         for name, (files, _) in lists.items():
             every = max(1, len(files) // SAMPLE_FOR_MEAN) if name == "train" else 0
             for payload in _checked(files, image_size, every):
-                halves[name].add(payload.data, payload.size)
+                splits[name].add(payload.data, payload.size)
                 gray &= payload.gray
                 moments += payload.moments
                 problems += payload.problems
@@ -171,18 +174,22 @@ def _pack_images(folder: Path, file: h5py.File, image_size: int | None, decoded:
                 f"{len(problems)} of {total} files can't be read as images: "
                 f"{'; '.join(problems[:10])}{more}. Fix or remove them and pack again"
             )
-        side = _one_size([s for half in halves.values() for s in half.sizes]) if decoded else None
+        side = _one_size([s for split in splits.values() for s in split.sizes]) if decoded else None
         for name, (_, labels) in lists.items():
             group = file.create_group(name)
             if side:
-                _write_decoded(group, labels, halves[name], gray, side)
+                _write_decoded(group, labels, splits[name], gray, side)
             else:
-                group["sizes"] = np.array(halves[name].sizes, np.int64)
-                _write_split(group, labels, halves[name])
+                group["sizes"] = np.array(splits[name].sizes, np.int64)
+                _write_split(group, labels, splits[name])
     _write_facts(file, "arrays" if decoded else "images", classes, moments[:1] if gray else moments)
 
 
 def _find(folder: Path) -> tuple[list[str], dict[str, Files]]:
+    """Return the names of the classes, and the image files of each split with their labels.
+
+    :raises StoreError: if a folder is missing, or training and test classes do not match
+    """
     train = folder / "train"
     test = folder / "test"
     if not test.is_dir():
@@ -248,43 +255,50 @@ def checksum_of(group: Mapping[str, h5py.Dataset]) -> int:
     return value
 
 
-def _write_split(group: h5py.Group, labels: Sequence[int], half: _Half) -> None:
-    offsets = np.concatenate([[0], np.cumsum(half.lengths, dtype=np.int64)])
+def _write_split(group: h5py.Group, labels: Sequence[int], split: _SplitSamples) -> None:
+    """Write labels, offsets, checksums and the bytes of the samples."""
+    offsets = np.concatenate([[0], np.cumsum(split.lengths, dtype=np.int64)])
     group["labels"] = np.array(labels, np.int64)
     group["offsets"] = offsets
-    group["checksums"] = np.array(half.checksums, np.uint32)
+    group["checksums"] = np.array(split.checksums, np.uint32)
     group.attrs["checksum"] = checksum_of(group)
     target = group.create_dataset("bytes", (int(offsets[-1]),), np.uint8)
-    half.spool.seek(0)
+    split.spool.seek(0)
     position = 0
-    while piece := half.spool.read(BUFFER):
+    while piece := split.spool.read(BUFFER):
         target[position : position + len(piece)] = np.frombuffer(piece, np.uint8)
         position += len(piece)
 
 
 def _one_size(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the height and width of all images; raise StoreError if they differ."""
     ordered = sorted(set(sizes))
     if len(ordered) > 1:
         raise StoreError(
             f"--decoded stores images of one size, but these have {len(ordered)} sizes, from "
-            f"{ordered[0][0]}x{ordered[0][1]} to {ordered[-1][0]}x{ordered[-1][1]} pixels; omit it"
+            f"{ordered[0][0]}x{ordered[0][1]} to {ordered[-1][0]}x{ordered[-1][1]} pixels; omit "
+            "--decoded"
         )
     return ordered[0]
 
 
 def _write_decoded(
-    group: h5py.Group, labels: Sequence[int], half: _Half, gray: bool, side: tuple[int, int]
+    group: h5py.Group,
+    labels: Sequence[int],
+    split: _SplitSamples,
+    gray: bool,
+    side: tuple[int, int],
 ) -> None:
     """Write labels, checksums and, as one contiguous array, the pixels of the samples."""
     shape = (len(labels), 1 if gray else 3, *side)
     target = group.create_dataset("images", shape, np.uint8)
     checksums = np.empty(len(labels), np.uint32)
-    half.spool.seek(0)
+    split.spool.seek(0)
     for begin in range(0, len(labels), BLOCK):
-        lengths = half.lengths[begin : begin + BLOCK]
+        lengths = split.lengths[begin : begin + BLOCK]
         block = np.empty((len(lengths), *shape[1:]), np.uint8)
         for row, length in enumerate(lengths):
-            with Image.open(io.BytesIO(half.spool.read(length))) as image:
+            with Image.open(io.BytesIO(split.spool.read(length))) as image:
                 pixels = np.asarray(image.convert("L" if gray else "RGB"))
             block[row] = pixels if gray else pixels.transpose(2, 0, 1)
             checksums[begin + row] = zlib.crc32(block[row])
@@ -313,7 +327,7 @@ def _image_files(folder: Path, classes: Sequence[str]) -> Files:
 
 
 def _checked(files: Sequence[Path], image_size: int | None, every: int) -> Iterator[_Payload]:
-    """Decode all files in order, and measure the pixels of each `every`-th file (0: of no file)."""
+    """Decode all files in order, and measure the pixels of each `every`-th file; 0: of no file."""
 
     def check(item: tuple[int, Path]) -> _Payload:
         return _check(item[1], image_size, every > 0 and item[0] % every == 0)
@@ -375,13 +389,13 @@ def _smaller(image: Image.Image, shorter: int) -> tuple[Image.Image, bytes]:
 
 def _pack_text(where: Path, file: h5py.File, coder: texts.Coder, out: Path) -> None:
     """Write all files of a text: the first 90 % of each to train, and the rest to test."""
-    files, names = texts.files_of(where, out)
-    with _halves(file) as halves:
+    files, names = texts.list_files(where, out)
+    with _open_splits(file) as splits:
         for path in files:
-            for half, part in zip(halves.values(), coder.halves(path), strict=True):
-                half.add(part)
-        for name, half in halves.items():
-            _write_split(file.create_group(name), range(len(files)), half)
+            for split, part in zip(splits.values(), coder.encode_splits(path), strict=True):
+                split.add(part)
+        for name, split in splits.items():
+            _write_split(file.create_group(name), range(len(files)), split)
     _write_facts(file, "text", names, np.array([[1.0, 0.0, 1.0]]))
     if coder.tokenizer.text:
         file["tokenizer"] = np.frombuffer(coder.tokenizer.text, np.uint8)

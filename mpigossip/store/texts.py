@@ -48,7 +48,7 @@ class Tokenizer:
 BYTES = Tokenizer(np.ones(256, np.int64))
 
 
-def files_of(where: Path, excluded: Path | None = None) -> tuple[list[Path], list[str]]:
+def list_files(where: Path, excluded: Path | None = None) -> tuple[list[Path], list[str]]:
     """Return the files of a text, sorted by path, and their names.
 
     Empty files and hidden files and folders are left out.
@@ -81,7 +81,7 @@ def files_of(where: Path, excluded: Path | None = None) -> tuple[list[Path], lis
     return files, [str(path.relative_to(where)) for path in files]
 
 
-def halves(path: Path, whole_characters: bool = False) -> tuple[bytes, bytes]:
+def split_file(path: Path, whole_characters: bool = False) -> tuple[bytes, bytes]:
     """Return the first 90 % of a file's bytes, for training, and the rest, for testing.
 
     :param path: file to read
@@ -97,9 +97,9 @@ def halves(path: Path, whole_characters: bool = False) -> tuple[bytes, bytes]:
 
 
 def decode(path: Path, data: bytes, begin: int = 0) -> str:
-    """Decode bytes as UTF-8.
+    """Decode bytes as UTF-8 text.
 
-    :param path: file of the bytes, for the error message
+    :param path: file that contains the bytes, for the error message
     :param data: bytes to decode
     :param begin: offset of the bytes in the file
     :raises StoreError: if they are not UTF-8; the message names the offset in the file
@@ -114,10 +114,10 @@ def decode(path: Path, data: bytes, begin: int = 0) -> str:
 
 
 class Coder:
-    """Encoder that converts the bytes of files to the tokens of a data set."""
+    """Encoder of the bytes of files as the tokens of a data set."""
 
     def __init__(self, kind: str, files: Sequence[Path], vocabulary: int):
-        """Prepare the tokenizer, which is learned from the files for the kind "bpe".
+        """Prepare the tokenizer; if the kind is "bpe", learn it from the files.
 
         :param kind: "byte" or "bpe"
         :param files: files of the text
@@ -135,16 +135,16 @@ class Coder:
             lengths = np.array([len(entry) for entry, _ in entries], np.int64)
             self.tokenizer = Tokenizer(lengths, self._library.to_str().encode())
 
-    def halves(self, path: Path) -> Iterator[bytes]:
-        """Yield the tokens of the training and the test part of a file, as they are stored."""
+    def encode_splits(self, path: Path) -> Iterator[bytes]:
+        """Yield the tokens of the training and of the test part of a file, in their stored form."""
         begin = 0
-        for half in halves(path, self._library is not None):
+        for part in split_file(path, self._library is not None):
             if self._library is None:
-                yield half
+                yield part
             else:
-                ids = self._library.encode(decode(path, half, begin)).ids
+                ids = self._library.encode(decode(path, part, begin)).ids
                 yield np.array(ids, "<u2").tobytes()
-            begin += len(half)
+            begin += len(part)
 
 
 def learn(files: Sequence[Path], vocabulary: int) -> Any:
@@ -158,8 +158,9 @@ def learn(files: Sequence[Path], vocabulary: int) -> Any:
     """
     if not BYTE_ENTRIES < vocabulary <= MAX_ENTRIES:
         raise StoreError(
-            f"--vocabulary {vocabulary}: byte-pair encoding begins with {BYTE_ENTRIES} "
-            f"bytes and has two bytes per token; give {BYTE_ENTRIES + 1} to {MAX_ENTRIES}"
+            f"--vocabulary {vocabulary}: byte-pair encoding begins with {BYTE_ENTRIES} entries, "
+            "one for each byte, and stores two bytes per token; give a number from "
+            f"{BYTE_ENTRIES + 1} to {MAX_ENTRIES}"
         )
     try:
         import tokenizers
@@ -177,6 +178,6 @@ def learn(files: Sequence[Path], vocabulary: int) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (decode(path, halves(path, True)[0]) for path in files)
+    texts = (decode(path, split_file(path, True)[0]) for path in files)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer

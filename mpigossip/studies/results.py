@@ -19,6 +19,11 @@ from mpigossip.studies.running import Key, RunResult
 from mpigossip.studies.search import Trial, figure_of, larger_is_better
 from mpigossip.studies.seeds import LEVEL, interval, many_to_one, settings
 
+WIDE = 0.1
+"""Half of an interval of an accuracy above which a study warns that it shows little."""
+CHANCES = 2.0
+"""A study warns if an accuracy is below this multiple of the accuracy of guessing, 1 / classes."""
+
 
 class Results:
     """Results of a study as tables.
@@ -227,7 +232,32 @@ class Results:
         half = f"±: half the {100 * LEVEL:.0f} % interval of the mean of {len(self.seeds)} seeds"
         spread = f"{half} (Student's t)" if len(self.seeds) > 1 else "one seed, no intervals"
         late = ["diverged late: the training loss rose again by over half of its decrease"]
-        return [f"{spread}; {size}", *late * any(row["late"] for row in self.rows)]
+        late = late * any(row["late"] for row in self.rows)
+        return [f"{spread}; {size}", *late, *self._warnings()]
+
+    def _warnings(self) -> list[str]:
+        """Return reasons why accuracies of this study hardly distinguish its points."""
+        if "accuracy" not in self.judge:
+            return []
+        logs = [run.log for run in self._results.values() if run.log is not None]
+        job = settings(logs[0].job) if logs else {}
+        # The log doesn't contain the number of classes of a file.
+        known = job.get("data.source") in ("digits", "synthetic")
+        classes = job["data.classes"] if known else 0
+        means = [row[self.judge] for row in self.rows if not math.isnan(row[self.judge])]
+        wide = [row for row in self.rows if row[f"{self.judge}_high"] - row[self.judge] > WIDE]
+        warnings = []
+        if classes and means and min(means) < CHANCES / classes:
+            warnings.append(
+                f"warning: an {self.judge} of {min(means):.2g} is near chance (1/{classes}): train "
+                'longer (run.epochs), or use another rate (rates="search")'
+            )
+        if wide:
+            warnings.append(
+                f"warning: {len(wide)} of {len(self.rows)} intervals exceed ± {WIDE:g}: use more "
+                "seeds, train longer, or use an easier problem (model.name=mlp)"
+            )
+        return warnings
 
     def frame(self) -> Any:
         """Return the rows as a pandas.DataFrame."""

@@ -100,7 +100,10 @@ class RunResult:
         if name == "train_loss":
             return self._trained()
         if name not in self.log.evaluations:
-            raise JobError(f'y = "{name}": the evaluations have no such metric')
+            names = ", ".join([*self.log.evaluations, "train_loss"])
+            raise JobError(
+                f'y = "{name}": the evaluations have no such metric; choose one of {names}'
+            )
         values = np.asarray(self.log.evaluations[name], float)
         return values if values.ndim == 1 else values.mean(1)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from mpigossip import algorithms, config, graphs, models
 from mpigossip.algorithms import cadence as cadences
@@ -14,6 +15,7 @@ from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.choices import Tables
 from mpigossip.config.errors import UserError
+from mpigossip.config.readable import print_note_once
 from mpigossip.data.base import JobData
 from mpigossip.data.loader import Loader, processes
 from mpigossip.data.partition import make_orders, partition_digest
@@ -24,8 +26,8 @@ from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.placement import graph_nodes_for, renumbered
 from mpigossip.groups import devices
 from mpigossip.groups.base import Group, local_shards
-from mpigossip.mixing import MIXERS, open_mixer
-from mpigossip.mixing.compressors import WIRES
+from mpigossip.mixing import MIXERS, close_mixer, open_mixer
+from mpigossip.mixing.lossy_wires import WIRES
 from mpigossip.training import rules, shape, task
 from mpigossip.training.loop import Trainer
 from mpigossip.training.parts import JobParts, make_graph, make_parts
@@ -54,7 +56,7 @@ class Assembly:
 
     def close(self) -> None:
         """Release threads, files and MPI windows; collective if nodes are MPI ranks."""
-        self.trainer.mixer.close()
+        close_mixer(self.trainer.mixer)
         self.abandon()
 
     def abandon(self) -> None:
@@ -96,9 +98,10 @@ def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool 
 
 
 def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
-    """Return the graph, renumbered for the racks of the nodes if the job asks for it.
+    """Return the graph, renumbered so that nodes of one rack exchange most with each other.
 
-    The job asks for it by `graph.placement`. Collective over all ranks.
+    The graph is returned unchanged if `graph.placement` is "given", or without MPI. Collective over
+    all ranks.
     """
     if job.graph.placement == "given" or world.comm is None:
         return graph
@@ -138,7 +141,7 @@ def make_model(job: Job, data: JobData, counted: bool = False) -> torch.nn.Modul
     )
 
 
-def lay_out(job: Job, module: torch.nn.Module, slots: int) -> ParameterLayout:
+def lay_out(job: Job, module: nn.Module, slots: int) -> ParameterLayout:
     """Return the positions of the model's parameters in the flat parameters of a node."""
     decayed = None if job.algorithm.decay_all else models.decayed(module)
     return flatten(module, slots if job.node.shard else 1, decayed)
@@ -199,7 +202,7 @@ def resolve_cuda_graphs(setting: str, eager: bool) -> str:
 
 def make_replicas(
     job: Job,
-    module: torch.nn.Module,
+    module: nn.Module,
     flat: ParameterLayout,
     rows: int,
     group: Group,
@@ -213,8 +216,22 @@ def make_replicas(
     )
     if node.compile:
         for replica in (replica for row in replicas.modules for replica in row):
-            replica.compile()
+            _compile(replica)
     return replicas
+
+
+def _compile(module: nn.Module) -> None:
+    """Let calls of a module go through torch.compile.
+
+    ``module.compile()`` has no effect on modules whose class inherits ``forward`` from torch.nn,
+    for example ``nn.Sequential`` (pytorch/pytorch issue 150915, seen with torch 2.13). As with that
+    method, copies of the module are not compiled.
+    """
+
+    def call(*inputs, **options):
+        return module._call_impl(*inputs, **options)
+
+    module._compiled_call_impl = torch.compile(call)
 
 
 def assemble(job: Job, world: World, n: int) -> Assembly:
@@ -255,6 +272,8 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
     parts = make_parts(
         job, graph, flat, shards=shards, devices=group.devices[: len(shards)], total=total
     )
+    if world.rank == 0 and (warning := rules.state_warning(parts)):
+        print_note_once(warning)
     mixer = parts.open_mixer(world.nodes.inter_node)
     replicas = make_replicas(job, module, flat, len(mixer.local_nodes), group, objective)
     loader = Loader(

@@ -17,8 +17,8 @@ from torch import nn
 from mpigossip.data.pytree import Nested, form, leaves, map_tensors
 
 WARM_UP = 3
-"""Number of passes before a capture. In these, cuDNN chooses algorithms, and libraries allocate
-memory.
+"""Number of passes before a capture, in which cuDNN chooses algorithms and libraries allocate
+memory, because neither can be captured.
 """
 
 Pass = Callable[[int, int, Nested], torch.Tensor]

@@ -1,7 +1,7 @@
 """Traffic and memory estimates of a job, computed without running it."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -171,7 +171,7 @@ class Exchanges:
 
     @property
     def asynchronous(self) -> bool:
-        """Return whether nodes never wait for each other."""
+        """True if nodes never wait for each other."""
         return self.parts.job.node.mixer == "asynchronous"
 
     @property
@@ -187,7 +187,19 @@ class Exchanges:
             k * bytes_per_exchange(graph, kind, t or 0, 0, sent, raw, waits)
             for (kind, t), k in counts
         )
-        return total / self.steps
+        return total / self.steps + self.state_bytes_per_step
+
+    @property
+    def state_bytes_per_step(self) -> float:
+        """Part of :attr:`bytes_per_step` that `algorithm.average_state` sends."""
+        averages = self.parts.make_averages()
+        if averages is None:
+            return 0.0
+        graph = self.parts.graph
+        nbytes = self.parts.state_layout.sent_bytes
+        rounds = range(min(graph.period or STEPS, STEPS))
+        sent = [bytes_per_exchange(graph, averages.kind, t, 0, nbytes) for t in rounds]
+        return sum(sent) / len(sent) * sum(1 / period for period in averages.periods.values())
 
 
 def exchanges(subject: Subject, n: int, period: float | None = None) -> Exchanges:
@@ -201,7 +213,7 @@ def exchanges(subject: Subject, n: int, period: float | None = None) -> Exchange
     job = subject.job
     parts = make_parts(job, make_graph(job, n), subject.flat, total=STEPS)
     cadence = parts.cadence
-    if cadence.measures:
+    if cadence.is_adaptive:
         period = average_period(subject, n) if period is None else period
         parts = replace(parts, cadence=steady(cadence, period))
         return Exchanges(parts, max(STEPS, round(PERIODS * period)), subject.module)
@@ -216,13 +228,16 @@ _PERIODS: dict[str, float] = {}
 
 
 def average_period(subject: Subject, n: int) -> float:
-    """Return the average number of steps between two global averages of an adaptive cadence.
+    """Return the average number of steps between two rare exchanges of an adaptive cadence.
+
+    The rare exchanges are its global averages, or its rounds along the graph if it has none.
 
     The cadence is simulated with values in place of its measurements. A cadence that measures the
     variance between nodes gets S = Σ r_k² V, the variance that arises in local steps at learning
     rates r_k if the variance V of the gradients is constant. The period of ADPSGD then tends to p₀
     r₀/r, where p₀ is its first period, r₀ the mean learning rate of its samples, and r the learning
-    rate. A cadence that measures the loss gets a constant loss.
+    rate. A cadence that measures the loss gets a constant loss. All get the learning rates of the
+    job.
     """
     job = subject.job
     steps_per_epoch = subject.steps_per_epoch(n)
@@ -238,7 +253,8 @@ def average_period(subject: Subject, n: int) -> float:
 
 
 def _averages(cadence: Cadence, rate: Callable[[int], float], total: int) -> int:
-    """Return the number of global averages in ``total`` steps at learning rates ``rate(step)``."""
+    """Return the number of rare exchanges in ``total`` steps at learning rates ``rate(step)``."""
+    rare = _rare_kind(cadence)
     state = cadence.init()
     spread = 0.0
     averages = 0
@@ -247,23 +263,30 @@ def _averages(cadence: Cadence, rate: Callable[[int], float], total: int) -> int
         lr = rate(index)
         spread += lr * lr
         state = cadence.observe(state, Step(index, 0, kind, lr), STEADY | {"variance": spread})
-        if kind is ExchangeKind.GLOBAL:
+        if kind is rare:
             averages = averages + 1
             spread = 0.0
     return averages
 
 
 def steady(cadence: Cadence, period: float) -> Cadence:
-    """Return a cadence with the same kinds of exchange and a constant period of global averages.
+    """Return a cadence with the same kinds of exchange and a constant period of the rare ones.
 
-    ``period`` need not be an integer: it is the mean number of steps between two global averages.
+    ``period`` need not be an integer: it is the mean number of steps between two of them.
     """
-    others = next(iter(cadence.kinds - {ExchangeKind.GLOBAL}), ExchangeKind.LOCAL)
+    rare = _rare_kind(cadence)
+    others = next(iter(cadence.kinds - {rare}), ExchangeKind.LOCAL)
 
     def kind(index: int) -> ExchangeKind:
-        return ExchangeKind.GLOBAL if int((index + 1) / period) > int(index / period) else others
+        return rare if int((index + 1) / period) > int(index / period) else others
 
     return fixed_schedule(kind, *cadence.kinds)
+
+
+def _rare_kind(cadence: Cadence) -> ExchangeKind:
+    """Return GLOBAL if an adaptive cadence averages over all nodes, otherwise GOSSIP."""
+    averages = ExchangeKind.GLOBAL in cadence.kinds
+    return ExchangeKind.GLOBAL if averages else ExchangeKind.GOSSIP
 
 
 def memory(subject: Subject, job_exchanges: Exchanges) -> dict[str, int]:
@@ -282,7 +305,20 @@ def memory(subject: Subject, job_exchanges: Exchanges) -> dict[str, int]:
     layout = replace(parts.layout, devices=devices)
     averages = ExchangeKind.GLOBAL in parts.cadence.kinds
     messages = mixer.estimate_memory(parts.graph, layout, 0, averages=averages)
+    if state_averages := parts.make_averages():
+        layout = replace(parts.state_layout, devices=devices)
+        averages = state_averages.kind is ExchangeKind.GLOBAL
+        more = mixer.estimate_memory(parts.graph, layout, 0, averages=averages)
+        messages = add_memory(messages, [more] * len(state_averages.periods))
     return held(job, flat, subject.slots, arrays, messages)
+
+
+def add_memory(messages: dict[str, int], others: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Return the bytes of several mixers by purpose, which `Mixer.memory` returns for each."""
+    total = Counter(messages)
+    for other in others:
+        total.update(other)
+    return dict(total)
 
 
 def held(

@@ -1,4 +1,4 @@
-"""Exact averages over nodes, and the evaluation of averaged and of nodes' own models."""
+"""Exact averages over nodes, and evaluations of the averaged model and of each node's own model."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence

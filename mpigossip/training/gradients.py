@@ -8,17 +8,18 @@ from torch import nn
 from mpigossip.engine.vector import ParameterLayout
 
 LARGE = 1 << 18
-"""Elements from which a parameter's gradient is written. For smaller ones, calling a hook takes
-longer than adding the gradient to zeros."""
+"""Smallest number of elements of a parameter whose gradient a hook writes. For smaller parameters,
+calling a hook takes longer than adding the gradient to zeros."""
 
 
 class FlatGradients:
     """Gradients of one replica, which are views of a row of flat memory.
 
-    Autograd adds to a gradient that exists. If the row were set to zero before each step, memory
-    would be written once and read once more than necessary. A large parameter has no gradient
-    before the first backward pass instead; a hook writes the gradient that autograd makes to the
-    row. Further passes of the step add to it. The values are bitwise identical.
+    Autograd adds to a gradient that exists. If the row were set to zero before each step, its
+    memory would be written and read once more than necessary. Instead, a large parameter has the
+    gradient None before the first backward pass of a step, and a hook copies the gradient that
+    autograd creates to the row. Further passes of the step add to the row. The result is bitwise
+    identical to gradients that are added to zeros.
     """
 
     def __init__(self, module: nn.Module, layout: ParameterLayout, row: torch.Tensor):

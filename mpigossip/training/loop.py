@@ -9,7 +9,7 @@ from mpigossip.config import Job
 from mpigossip.config.errors import NonFiniteError
 from mpigossip.data.philox import mixed
 from mpigossip.data.pytree import Nested
-from mpigossip.engine.measurements import Record, square_norms
+from mpigossip.engine.measurements import StepMetrics, square_norms
 from mpigossip.engine.step import Engine
 from mpigossip.groups.base import local_shards
 from mpigossip.mixing.base import Mixer
@@ -58,7 +58,7 @@ class Trainer:
     def mixer(self) -> Mixer:
         return self.engine.mixer
 
-    def step(self, data_step: int | None = None, rate_step: int | None = None) -> Record:
+    def step(self, data_step: int | None = None, rate_step: int | None = None) -> StepMetrics:
         """Compute the gradients, update the models, and exchange if the cadence says so.
 
         :param data_step: step whose batches and random seeds are used; None: the engine's step

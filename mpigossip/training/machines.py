@@ -33,8 +33,8 @@ and RDMA above. These are round values, not measurements.
 
 
 @dataclass(frozen=True)
-class Transport:
-    """A library that sends messages over a network."""
+class NetworkLibrary:
+    """Library that sends messages over a network."""
 
     latency_s: float
     """Assumed seconds of a small message; round values that were not measured."""
@@ -43,11 +43,11 @@ class Transport:
 
 
 TRANSPORTS = {
-    "mpi-rdma": Transport(5e-6),
-    "mpi-tcp": Transport(50e-6, 1),
-    "nccl-rdma": Transport(15e-6),
-    "nccl-sockets": Transport(100e-6, 16),
-    "gloo": Transport(100e-6, 1),
+    "mpi-rdma": NetworkLibrary(5e-6),
+    "mpi-tcp": NetworkLibrary(50e-6, 1),
+    "nccl-rdma": NetworkLibrary(15e-6),
+    "nccl-sockets": NetworkLibrary(100e-6, 16),
+    "gloo": NetworkLibrary(100e-6, 1),
 }
 """Transports by the names of `plan --transport`. On AWS, NCCL opens 2 threads with 8 sockets each,
 elsewhere fewer (its documentation of NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD)."""
@@ -89,13 +89,14 @@ def fit_all_reduce(
     :param second: bytes and seconds of the other
     :param hops: number of consecutive latencies
     :param share: bytes that a node sends per byte of the vector, 2 (n−1)/n
-    :raises JobError: if the larger one does not take longer, or more time per byte than the smaller
+    :raises JobError: if both have the same number of bytes, or the larger does not take longer
     """
     (small, small_s), (large, large_s) = sorted((first, second))
     if large <= small or large_s <= small_s:
         raise JobError(
             f"--allreduce: {large / 1e6:g} MB in {1e3 * large_s:g} ms and {small / 1e6:g} MB in "
-            f"{1e3 * small_s:g} ms: the larger one must take longer; measure two different sizes"
+            f"{1e3 * small_s:g} ms: the larger all-reduce must take longer; measure two different "
+            "sizes"
         )
     seconds_per_byte = (large_s - small_s) / (large - small)
     latency_s = max(0.0, small_s - seconds_per_byte * small) / hops

@@ -6,6 +6,7 @@ from it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mpigossip import algorithms, graphs
 from mpigossip.algorithms import Algorithm
@@ -17,6 +18,7 @@ from mpigossip.cluster.world import World
 from mpigossip.config import BuilderSpec, Job
 from mpigossip.engine.fragments import FragmentExchange, Fragments
 from mpigossip.engine.measurements import measured_every
+from mpigossip.engine.state_averages import LocalState, StateArrays, StateAverages
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import FlatParameters, NodeLayout, ParameterLayout
 from mpigossip.engine.whole import WholeExchange
@@ -25,10 +27,11 @@ from mpigossip.graphs.faulty import Links, faulty
 from mpigossip.groups.base import Group, local_shards
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import ExchangeKind, MessageLayout, Mixer
-from mpigossip.mixing.compressors import wire
 from mpigossip.mixing.delayed import Faults
+from mpigossip.mixing.lossy_wires import wire
 from mpigossip.mixing.wire import Wire
 from mpigossip.training.fragments import cut, fragment_width, layers_of
+from mpigossip.training.schedule import blend_weight
 
 EMPTY = ParameterLayout((), (), (), (), size=0, decayed=0, slots=1)
 """Parameter layout that stands for a model that does not exist yet."""
@@ -49,6 +52,10 @@ class JobParts:
     layout: MessageLayout
     """Positions of the arrays in a message, or in the message of a fragment if there are several.
     """
+    state_layout: MessageLayout
+    """Position of an array of the local step in a message, for `algorithm.average_state`."""
+    total: int | None = None
+    """Number of steps of all epochs; None: not known."""
 
     @property
     def method(self) -> Algorithm:
@@ -79,19 +86,38 @@ class JobParts:
             job.log.flush_steps,
         )
         graph = self.graph.slowed(self.cadence.fragment_schedule.fragments)
-        return open_mixer(
-            graph,
-            layout or self.layout,
-            world,
-            mixer or node.mixer,
+        open_for = partial(
+            open_mixer,
+            world=world,
+            mixer=mixer or node.mixer,
             same_host=node.same_host,
             exchange=node.exchange,
             timeout_s=node.timeout_s,
             ages=faults.ages,
         )
+        opened = open_for(graph, layout or self.layout)
+        opened.state_mixers = {
+            name: open_for(self.graph, self.state_layout) for name in job.algorithm.average_state
+        }
+        return opened
+
+    def make_averages(self, arrays: StateArrays | None = None) -> StateAverages | None:
+        """Return the averages of the local step's state, or None if the job has none.
+
+        :param arrays: access to the arrays; None: the arrays of the job's local step
+        """
+        periods = self.job.algorithm.average_state
+        gossips = ExchangeKind.GOSSIP in self.cadence.kinds
+        kind = ExchangeKind.GOSSIP if gossips else ExchangeKind.GLOBAL
+        return StateAverages(periods, kind, arrays or LocalState()) if periods else None
 
     def make_engine(
-        self, mixer: Mixer, group: Group, vector: FlatParameters, measure_every: int | str
+        self,
+        mixer: Mixer,
+        group: Group,
+        vector: FlatParameters,
+        measure_every: int | str,
+        arrays: StateArrays | None = None,
     ) -> Engine:
         """Return a new engine, which updates and exchanges the flat parameters of the local nodes.
 
@@ -100,12 +126,20 @@ class JobParts:
         :param vector: flat parameters of the local nodes
         :param measure_every: number of steps between two measurements of the consensus distance, or
             "auto"
+        :param arrays: access to the arrays of the local step; None: the arrays of the job
         """
         fragments = self.make_fragments(vector.flat, local_shards(group))
         exchange = WholeExchange() if fragments is None else FragmentExchange(fragments)
         every = measured_every(measure_every, group.devices[0])
         return Engine(
-            mixer, group, vector, self.methods, self.cadence, exchange, measure_every=every
+            mixer,
+            group,
+            vector,
+            self.methods,
+            self.cadence,
+            exchange,
+            measure_every=every,
+            averages=self.make_averages(arrays),
         )
 
     def make_fragments(self, flat: NodeLayout, shards: range) -> Fragments | None:
@@ -115,18 +149,21 @@ class JobParts:
         :param shards: numbers of the shards
         """
         schedule = self.cadence.fragment_schedule
-        blend = self.job.algorithm.blend
-        if schedule.is_whole_model:
+        section = self.job.algorithm
+        if schedule.is_whole_model and not section.blends:
             return None
         width = self.layout.widths[0]
         cuts = [cut(layers_of(flat, slot), schedule.fragments, width) for slot in shards]
         # Make an algorithm for each shard, because a lossy wire keeps a state for each shard.
         methods = [_method(self.job, self.graph, local=NO_LOCAL_STEP) for _ in shards]
         exchanges = [_over_wire(method, self.layout.wire, self.cadence) for method in methods]
+        start = section.blend
+        if start is None:
+            start = 0.5 if schedule.delay else 1.0
         if "keeps-x" in exchanges[0].needs:
-            blend = 0.0
-        elif blend is None:
-            blend = 0.5 if schedule.delay else 1.0
+            start = 0.0
+        total = self.total or self.job.run.steps or 1
+        blend = blend_weight(start, section.blend_end, section.blend_shape, total)
         return Fragments(schedule, cuts, width, exchanges, blend)
 
 
@@ -196,8 +233,13 @@ def make_parts(
         coding,
         first=tuple(width * shard for shard in shards),
     )
+    state_layout = MessageLayout(
+        (flat.width,) * len(shards),
+        devices=tuple(devices),
+        first=tuple(flat.width * shard for shard in shards),
+    )
     methods = [_over_wire(method, coding, cadence) for method in exact_methods]
-    return JobParts(job, graph, methods, cadence, layout)
+    return JobParts(job, graph, methods, cadence, layout, state_layout, total)
 
 
 def _method(

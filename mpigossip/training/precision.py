@@ -31,16 +31,11 @@ def resolved(setting: str, device: str) -> str:
 def without_tf32() -> None:
     """Disable TensorFloat-32 in matrix products and convolutions.
 
-    torch 2.9 introduced a new setting for this. If it exists, it is used, because torch warns about
-    the old setting, and raises an error if both have been used.
+    torch warns about the older setting, ``allow_tf32``, and raises an error if both have been used.
     """
-    matmul = torch.backends.cuda.matmul
     cudnn = torch.backends.cudnn
-    if hasattr(matmul, "fp32_precision"):
-        for backend in (matmul, cudnn.conv, cudnn.rnn):
-            backend.fp32_precision = "ieee"
-    else:
-        matmul.allow_tf32 = cudnn.allow_tf32 = False
+    for backend in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn):
+        backend.fp32_precision = "ieee"
 
 
 class Precision:

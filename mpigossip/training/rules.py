@@ -12,7 +12,7 @@ table                 subject                                       asked by
 `LAUNCH`              job, its slots, and the ranks that run it     :func:`launch_problems`
 `SURVIVAL`, `FAULTS`  job                                           functions of the same names
 `CUSTOM_LOOP`         parts of the job of a custom loop, its world  :func:`loop_problems`
-`MEMBERS`             job, and its parts if members know its kind   :func:`check_member`
+`MEMBERS`             job, and its parts if members can train it    :func:`check_member`
 `VECTORIZATION`       job and model                                 :func:`check_vmap`
 ====================  ============================================  ==============================
 """
@@ -30,7 +30,7 @@ from mpigossip.algorithms import BUILDERS, LOCALS, Algorithm, build
 from mpigossip.algorithms.cadence import BUILDERS as CADENCES
 from mpigossip.algorithms.cadence import Cadence
 from mpigossip.algorithms.local import NO_LOCAL_STEP
-from mpigossip.algorithms.methods import above_minus_third
+from mpigossip.algorithms.methods import above_minus_third, takes_local
 from mpigossip.cluster.local_devices import slots_of
 from mpigossip.cluster.world import World
 from mpigossip.config import Data, Job, JobError
@@ -39,6 +39,7 @@ from mpigossip.config.errors import UserError
 from mpigossip.config.sections import FaultsSection, GraphSection
 from mpigossip.config.toml import show
 from mpigossip.data.pytree import Nested
+from mpigossip.engine.state_averages import local_arrays
 from mpigossip.graphs import Graph, GraphError
 from mpigossip.graphs.base import Drawn
 from mpigossip.graphs.faulty import least_rounds
@@ -58,15 +59,21 @@ class HasJob(Protocol):
 
 
 S = TypeVar("S", bound=HasJob)
-Found = bool | None | Mapping[str, Any]
+Verdict = bool | None | Mapping[str, Any]
+"""Result of the condition of a rule: false, None or an empty mapping if the settings are
+compatible; otherwise true, or a mapping with the values that the templates of message and remedy
+contain.
+"""
 
 
 class Rule(NamedTuple, Generic[S]):
     """Condition under which settings are incompatible, with templates of the message and remedy."""
 
-    is_broken: Callable[[S], Found]
+    is_broken: Callable[[S], Verdict]
     message: str
+    """Template of the message; `{job.section.key}` stands for a setting of the job."""
     remedy: str = ""
+    """Template of the remedy, which follows the message after a semicolon; "": there is none."""
 
 
 Table = Sequence[Sequence[Rule[S]]]
@@ -255,12 +262,12 @@ def _diverges(graph: Graph) -> bool:
     return graph.n <= LARGE and consensus_rate(graph) > 1 + 1e-9
 
 
-def _changed_by_lost_links(parts: JobParts) -> Found:
+def _changed_by_lost_links(parts: JobParts) -> Verdict:
     missing = lacking(parts.method.needs, parts.graph)
     return "static" in missing and _links_fail(parts.job) and {"missing": " and ".join(missing)}
 
 
-def _lacks_properties(parts: JobParts) -> Found:
+def _lacks_properties(parts: JobParts) -> Verdict:
     graph = parts.graph
     needs = parts.method.needs
     missing = lacking(needs, graph)
@@ -281,7 +288,7 @@ def _suits(name: str, n: int, needs: frozenset) -> bool:
     return False
 
 
-def _is_unconnected(parts: JobParts) -> Found:
+def _is_unconnected(parts: JobParts) -> Verdict:
     """Return two nodes that no path of edges connects, if the nodes can therefore not agree.
 
     The graph "identity" is accepted, because nodes then train separately on purpose. So are
@@ -336,12 +343,12 @@ def _cadences(is_allowed: Callable[[Cadence], bool]) -> str:
     return " or ".join(f'"{name}"' for name, build in CADENCES.items() if is_allowed(build()))
 
 
-def _mixes_kinds(parts: JobParts) -> Found:
+def _mixes_kinds(parts: JobParts) -> Verdict:
     broken = "unmixed" in parts.method.needs and len(parts.cadence.kinds) > 1
     return broken and {"fitting": _cadences(lambda c: len(c.kinds) == 1)}
 
 
-def _averages_globally(parts: JobParts) -> Found:
+def _averages_globally(parts: JobParts) -> Verdict:
     if "never-global" not in parts.method.needs or ExchangeKind.GLOBAL not in parts.cadence.kinds:
         return None
     adapts_later = parts.job.algorithm.options.get("style") == "awc"
@@ -351,12 +358,12 @@ def _averages_globally(parts: JobParts) -> Found:
     }
 
 
-def _gossips(parts: JobParts) -> Found:
+def _gossips(parts: JobParts) -> Verdict:
     broken = "never-gossip" in parts.method.needs and ExchangeKind.GOSSIP in parts.cadence.kinds
     return broken and {"fitting": _cadences(lambda c: ExchangeKind.GOSSIP not in c.kinds)}
 
 
-def _has_no_idle_nodes(parts: JobParts) -> Found:
+def _has_no_idle_nodes(parts: JobParts) -> Verdict:
     if not parts.cadence.periods or parts.method.local_update is not None:
         return None
     cadence_name = parts.job.cadence.name
@@ -370,14 +377,14 @@ def _has_no_idle_nodes(parts: JobParts) -> Found:
     return {"periods": list(parts.cadence.periods), "fitting": ", ".join(fitting)}
 
 
-def _miscounts_nodes(parts: JobParts) -> Found:
+def _miscounts_nodes(parts: JobParts) -> Verdict:
     periods = parts.cadence.periods
     n = parts.graph.n
     broken = bool(periods) and len(periods) != n
     return broken and {"periods": list(periods), "count": len(periods), "n": n}
 
 
-def _lengths_differ(parts: JobParts) -> Found:
+def _lengths_differ(parts: JobParts) -> Verdict:
     """Return the lengths of the algorithm and its cadence if they do not match the graph."""
     job = parts.job
     period = parts.graph.period
@@ -475,12 +482,12 @@ WIRE: Table[JobParts] = (
 # -- fragments --------------------------------------------------------------------------------
 
 
-def _has_too_many_fragments(parts: JobParts) -> Found:
+def _has_too_many_fragments(parts: JobParts) -> Verdict:
     period, count, _ = parts.cadence.fragment_schedule
     return count > period and {"count": count, "period": period}
 
 
-def _has_too_long_a_delay(parts: JobParts) -> Found:
+def _has_too_long_a_delay(parts: JobParts) -> Verdict:
     period, count, delay = parts.cadence.fragment_schedule
     between = period // count
     return delay > between and {
@@ -491,21 +498,31 @@ def _has_too_long_a_delay(parts: JobParts) -> Found:
     }
 
 
-def _blends(parts: JobParts) -> bool:
-    return parts.job.algorithm.blend is not None
+def _blends(parts: JobParts) -> Verdict:
+    """Return the setting that blends received averages into x, if there is one."""
+    section = parts.job.algorithm
+    if section.blend is not None:
+        return {"setting": f"algorithm.blend = {section.blend:g}"}
+    if section.blend_end is not None:
+        return {"setting": f"algorithm.blend_end = {section.blend_end:g}"}
+    return None
 
 
-def _in_fragments(parts: JobParts) -> Found:
-    """Return the setting that makes fragments or delays exchanges, if there is one."""
+def _blends_what_is_kept(parts: JobParts) -> Verdict:
+    return "keeps-x" in parts.method.needs and _blends(parts)
+
+
+def _in_fragments(parts: JobParts) -> Verdict:
+    """Return the setting that makes fragments or delays or blends exchanges, if there is one."""
     schedule = parts.cadence.fragment_schedule
     if schedule.is_whole_model:
-        return None
+        return _blends(parts)
     if schedule.fragments > 1:
         return {"setting": f"cadence.fragments = {schedule.fragments}"}
     return {"setting": f"cadence.delay = {schedule.delay}"}
 
 
-def _is_indivisible(parts: JobParts) -> Found:
+def _is_indivisible(parts: JobParts) -> Verdict:
     """Return why the algorithm can't exchange fragments, and which algorithms can.
 
     The result is None if it can.
@@ -538,14 +555,14 @@ def _why_indivisible(method: Algorithm) -> str:
     if method.local_update is None:
         return (
             "has no separate local step: its step depends on the received messages, while "
-            "fragments are exchanged between local steps of the whole model"
+            "fragments are exchanged, and averages blended, between local steps of the whole model"
         )
     if not method.elementwise:
         return "updates the model as a whole: its Algorithm has elementwise=False"
     return ""
 
 
-def _delays_some_elements(parts: JobParts) -> Found:
+def _delays_some_elements(parts: JobParts) -> Verdict:
     delay = parts.cadence.fragment_schedule.delay
     return bool(delay) and "shared-wire" in parts.method.needs and {"delay": delay}
 
@@ -567,15 +584,20 @@ FRAGMENTS: Table[JobParts] = (
     ),
     (
         Rule(
-            lambda parts: _blends(parts) and not parts.cadence.fragment_schedule.delay,
-            "algorithm.blend = {job.algorithm.blend:g}: it applies only to exchanges with a delay",
-            'set cadence.delay = 1 or more (cadence "every" or "cpsgd"), or leave it out',
+            _blends_what_is_kept,
+            "{setting}: with algorithm.eager, received models are not blended into x",
+            "remove {setting}",
         ),
+    ),
+    (
         Rule(
-            lambda parts: _blends(parts) and "keeps-x" in parts.method.needs,
-            "algorithm.blend = {job.algorithm.blend:g}: with algorithm.eager, received models are "
-            "not blended into x",
-            "leave it out",
+            lambda parts: (
+                parts.job.algorithm.blend_shape != "linear"
+                and parts.job.algorithm.blend_end is None
+            ),
+            'algorithm.blend_shape = "{job.algorithm.blend_shape}": without algorithm.blend_end, '
+            "the weight is constant",
+            "set algorithm.blend_end, or leave blend_shape out",
         ),
     ),
     (
@@ -595,8 +617,104 @@ FRAGMENTS: Table[JobParts] = (
     (
         Rule(
             lambda parts: parts.job.node.mixer == "asynchronous" and _in_fragments(parts),
-            "{setting}: asynchronous nodes would average different fragments",
+            "{setting}: asynchronous nodes would average different fragments, and add corrections "
+            "to x that must not be blended",
             'use node.mixer = "synchronous"',
+        ),
+    ),
+)
+
+
+# -- averages of the local step's state ---------------------------------------------------------
+
+PAIRS = (("first", "second"), ("exp_avg", "exp_avg_sq"))
+"""Names of Adam's running means of g and g², in jobs and in torch."""
+
+
+def state_warning(parts: JobParts) -> str:
+    """Return a warning if m meets elements of other nodes more often than v, or ""."""
+    periods = parts.job.algorithm.average_state
+    if ExchangeKind.GOSSIP not in parts.cadence.kinds:
+        return ""  # DES-LOC averages m more often than v over all nodes
+    for m, v in PAIRS:
+        if m in periods and periods[m] < periods.get(v, periods[m] + 1):
+            return (
+                f"algorithm.average_state averages {m} more often than {v}: a node then gets {m} "
+                f"for elements whose {v} is still 0 there, which diverged in trials: average {v} "
+                "at least as often, or use a cadence with global averages only"
+            )
+    return ""
+
+
+def _averages_state(parts: JobParts) -> Verdict:
+    """Return the setting that averages the local step's state, if the job has it."""
+    periods = parts.job.algorithm.average_state
+    return {"setting": _show_average_state(periods)} if periods else None
+
+
+def _show_average_state(periods: Mapping[str, int]) -> str:
+    shown = ", ".join(f"{name} = {period}" for name, period in periods.items())
+    return f"algorithm.average_state = {{{shown}}}"
+
+
+def _unknown_array(launch: Launch) -> Verdict:
+    """Return the first name of an array that the local step of the job lacks."""
+    section = launch.job.algorithm
+    if not section.average_state or not takes_local(section.name):
+        return None
+    state = make_parts(launch.job).method.init(torch.empty(1, 2, device="meta"))
+    names = local_arrays(state)
+    unknown = [name for name in section.average_state if name not in names]
+    if not unknown:
+        return None
+    return {
+        "setting": _show_average_state(section.average_state),
+        "array": unknown[0],
+        "remedy": f"use {' or '.join(names)}" if names else "remove algorithm.average_state",
+    }
+
+
+def _spoils_averages_of_state(parts: JobParts) -> Verdict:
+    """Return why the rounds of the graph do not average arrays such as v; None if they do."""
+    periods = parts.job.algorithm.average_state
+    graph = parts.graph
+    if not periods or graph.n == 1 or ExchangeKind.GOSSIP not in parts.cadence.kinds:
+        return None
+    if graph.name == "ceca":
+        reason = 'each round of the graph "ceca" only permutes the arrays of the nodes'
+    elif "row-stochastic" not in graph.facts:
+        reason = "rows of the mixing matrix do not sum to one, so that the arrays would be scaled"
+    elif "signed" in graph.facts:
+        reason = "the graph has negative weights, so that an average of g² could be negative"
+    else:
+        return None
+    return {"setting": _show_average_state(periods), "reason": reason}
+
+
+AVERAGED_STATE: Table[JobParts] = (
+    (
+        Rule(
+            _spoils_averages_of_state,
+            "{setting}: {reason}",
+            "remove algorithm.average_state, or choose another graph.name or graph.weights",
+        ),
+    ),
+    (
+        Rule(
+            lambda parts: not takes_local(parts.job.algorithm.name) and _averages_state(parts),
+            '{setting}: algorithm "{job.algorithm.name}" replaces the local step, and has no such '
+            "arrays",
+            'choose an algorithm with a local step, such as "dsgd"',
+        ),
+        Rule(
+            lambda parts: parts.job.node.mixer == "asynchronous" and _averages_state(parts),
+            "{setting}: the nodes of an asynchronous mixer do not make equal rounds",
+            'use node.mixer = "synchronous"',
+        ),
+        Rule(
+            lambda parts: parts.job.run.survive and _averages_state(parts),
+            "{setting}: these averages do not survive a rank failure",
+            "use run.survive = false, and restart from checkpoints",
         ),
     ),
 )
@@ -618,7 +736,7 @@ def _is_asynchronous(parts: JobParts) -> bool:
     return parts.job.node.mixer == "asynchronous"
 
 
-def _needs_the_same_round(parts: JobParts) -> Found:
+def _needs_the_same_round(parts: JobParts) -> Verdict:
     if not _is_asynchronous(parts) or tolerates_delay(parts.method):
         return None
     fitting = [name for name in BUILDERS if tolerates_delay(build(name, None, {}, 0))]
@@ -638,8 +756,9 @@ def _uses_nccl(parts: JobParts) -> bool:
 def _unsupported_fault(key: str) -> Rule[JobParts]:
     return Rule(
         lambda parts: _is_asynchronous(parts) and bool(getattr(parts.job.faults, key)),
-        f"faults.{key} = {{job.faults.{key}:g}}: an asynchronous run supports faults.lost only",
-        "leave it out",
+        f"faults.{key} = {{job.faults.{key}:g}}: an asynchronous run supports only slow nodes and "
+        "faults.lost",
+        f"remove faults.{key}",
     )
 
 
@@ -648,7 +767,7 @@ ASYNCHRONY: Table[JobParts] = (
         Rule(
             lambda parts: not _is_asynchronous(parts) and parts.job.faults.slow_times > 1,
             "faults.slow_times = {job.faults.slow_times:g}: only asynchronous runs have slow nodes",
-            'set node.mixer = "asynchronous", or leave it out',
+            'set node.mixer = "asynchronous", or remove faults.slow_times',
         ),
     ),
     *((_unsupported_fault(key),) for key in ("lost_rounds", "away", "away_rounds", "ticks")),
@@ -709,6 +828,7 @@ COMPATIBILITY: Table[JobParts] = (
     *CADENCE,
     *WIRE,
     *FRAGMENTS,
+    *AVERAGED_STATE,
     *ASYNCHRONY,
     *LINKS,
 )
@@ -717,7 +837,7 @@ COMPATIBILITY: Table[JobParts] = (
 # -- settings that need no parts --------------------------------------------------------------
 
 
-def _cuts_matrices(launch: Launch) -> Found:
+def _cuts_matrices(launch: Launch) -> Verdict:
     """Return the number of slots if a local step needs whole parameters, but slots have shards."""
     job = launch.job
     name = job.local.name
@@ -733,7 +853,7 @@ def _unused_by_partition(key: str, partition: str) -> Rule[Launch]:
             getattr(launch.job.data, key) != default and launch.job.data.partition != partition
         ),
         f'data.{key} = {{job.data.{key}:g}}: only the partition "{partition}" uses it',
-        f'set data.partition = "{partition}", or leave it out',
+        f'set data.partition = "{partition}", or remove data.{key}',
     )
 
 
@@ -746,6 +866,13 @@ WHOLE_MATRICES: Rule[Launch] = Rule(
 )
 
 SETTINGS: Table[Launch] = (
+    (
+        Rule(
+            _unknown_array,
+            "{setting}: {array} is no array of the local step of this job",
+            "{remedy}",
+        ),
+    ),
     (WHOLE_MATRICES,),
     (_unused_by_partition("shuffled_percent", "mixed"),),
     (_unused_by_partition("dirichlet_alpha", "dirichlet"),),
@@ -757,7 +884,7 @@ SETTINGS: Table[Launch] = (
             ),
             'node.cuda_graphs = "always": the slots of node.devices = "{job.node.devices}" are on '
             "the CPU",
-            'leave it at "auto"',
+            'use node.cuda_graphs = "auto"',
         ),
     ),
     (
@@ -765,7 +892,7 @@ SETTINGS: Table[Launch] = (
             lambda launch: launch.job.node.vmap and launch.job.node.precision == "fp16",
             'node.precision = "fp16": node.vmap does not support a separate loss scale for each '
             "node",
-            'use "bf16", or leave node.vmap out',
+            'use node.precision = "bf16", or remove node.vmap',
         ),
     ),
 )
@@ -775,7 +902,7 @@ def _runs_on_ranks(launch: Launch) -> bool:
     return launch.world is not None and launch.world.comm is not None
 
 
-def _has_several_ranks(launch: Launch) -> Found:
+def _has_several_ranks(launch: Launch) -> Verdict:
     """Return the value of `node.ranks_per_node` if nodes can have several ranks."""
     setting = launch.job.node.ranks_per_node
     return _runs_on_ranks(launch) and setting != 1 and {"ranks": show(setting)}
@@ -815,7 +942,7 @@ LAUNCH: Table[Launch] = (
             lambda launch: not launch.job.node.shard and _has_several_ranks(launch),
             "node.shard = false: with node.ranks_per_node = {ranks} each rank updates and "
             "exchanges its shard",
-            "leave it out, or use node.ranks_per_node = 1",
+            "remove node.shard, or use node.ranks_per_node = 1",
         ),
     ),
 )
@@ -838,7 +965,7 @@ def _too_short(key: str) -> Rule[Launch]:
     The smallest possible duration arises if each round is drawn independently.
     """
 
-    def is_broken(launch: Launch) -> Found:
+    def is_broken(launch: Launch) -> Verdict:
         minimum = least_rounds(getattr(launch.job.faults, key))
         rounds = getattr(launch.job.faults, f"{key}_rounds")
         return bool(rounds) and rounds < minimum and {"minimum": minimum}
@@ -857,7 +984,7 @@ FAULTS: Table[Launch] = ((_too_short("lost"),), (_too_short("away"),))
 # -- custom loops -----------------------------------------------------------------------------
 
 
-def _has_periods(loop: CustomLoop) -> Found:
+def _has_periods(loop: CustomLoop) -> Verdict:
     periods = loop.parts.cadence.periods
     return bool(periods) and {"periods": list(periods)}
 
@@ -890,9 +1017,22 @@ CUSTOM_LOOP: Table[CustomLoop] = (
     ),
     (
         Rule(
+            lambda loop: loop.job.algorithm.blend_end is not None and loop.job.run.steps is None,
+            "blend_end = {job.algorithm.blend_end:g}: needs the number of steps of the run, which "
+            'is not known in a custom loop: pass run="runs/mine", steps=…, or remove blend_end',
+        ),
+    ),
+    (
+        Rule(
             lambda loop: loop.world.nodes.per_node > 1 and loop.job.node.mixer != "synchronous",
             'mixer = "{job.node.mixer}": the ranks of a node step together, and would wait for '
             'each other\'s neighbours: use mixer = "synchronous", or ranks_per_node = 1',
+        ),
+    ),
+    (
+        Rule(
+            lambda loop: loop.world.nodes.per_node > 1 and _averages_state(loop.parts),
+            "{setting}: is not supported if a node has several ranks: use ranks_per_node = 1",
         ),
     ),
     (
@@ -947,16 +1087,17 @@ def _can_train(name: str) -> bool:
     return averages_model and algorithm.needs <= {"row-stochastic", "never-global"}
 
 
-def _cannot_train(member: Membership) -> Found:
+def _cannot_train(member: Membership) -> Verdict:
     return member.parts is None and {"fitting": ", ".join(filter(_can_train, BUILDERS))}
 
 
-def _averages_otherwise(member: Membership) -> Found:
+def _averages_otherwise(member: Membership) -> Verdict:
     if member.parts is None:
         return False
     cadence = member.parts.cadence
     others = cadence.kinds - {ExchangeKind.LOCAL, ExchangeKind.GOSSIP}
-    return bool(others or cadence.periods) or not cadence.fragment_schedule.is_whole_model
+    varies = bool(others or cadence.periods or cadence.is_adaptive)
+    return varies or not cadence.fragment_schedule.is_whole_model
 
 
 def _members_need(setting: str, *values: str) -> Rule[Membership]:
@@ -991,16 +1132,23 @@ MEMBERS: Table[Membership] = (
             'set cadence.name = "every", cadence.period = H',
         ),
     ),
+    (
+        Rule(
+            lambda member: member.parts is not None and _blends(member.parts),
+            "{setting}: members replace the model by its average with another one",
+            "remove {setting}",
+        ),
+    ),
+    (
+        Rule(
+            lambda member: member.parts is not None and _averages_state(member.parts),
+            "{setting}: members exchange the model only",
+            "remove algorithm.average_state",
+        ),
+    ),
     (_members_need("node.wire", "fp32"),),
     (_members_need("node.mixer", "synchronous"),),
     (_members_need("graph.name", "one-peer-exponential", "random-matching"),),
-    (
-        Rule(
-            lambda member: member.job.node.ranks_per_node != 1,
-            'node.ranks_per_node = "{job.node.ranks_per_node}": a member is one rank: set 1, and '
-            "node.devices for several GPUs",
-        ),
-    ),
     (
         Rule(
             lambda member: member.job.node.precision == "fp16",
@@ -1036,13 +1184,13 @@ VECTORIZATION: Table[VectorizedModel] = (
             _recomputes,
             "node.vmap = true: model.recompute = true uses hooks, which can't be vectorized over "
             "nodes",
-            "leave one of the two out",
+            "remove one of the two settings",
         ),
         Rule(
             _changes_buffers,
             'node.vmap = true: model "{job.model.name}" changes its buffers in training (norm '
             "statistics, averages), which can't be vectorized over nodes",
-            "leave node.vmap out",
+            "remove node.vmap",
         ),
     ),
 )

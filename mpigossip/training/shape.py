@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from mpigossip.cluster.local_devices import slots_of
+from mpigossip.cluster.local_devices import gpu_of, slots_of
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.groups import devices
@@ -83,8 +83,7 @@ def check_alike(job: Job, world: World) -> None:
         raise JobError(
             f'node.devices = "{job.node.devices}": rank {largest} on {world.hosts[largest]} has '
             f"{max(counts)} slots, rank {smallest} on {world.hosts[smallest]} has {min(counts)}; "
-            f"all "
-            "ranks need the same number: name the devices, or let the scheduler give each rank "
+            "all ranks need the same number: name the devices, or let the scheduler give each rank "
             "the same number of GPUs"
         )
     # Slots on GPUs use NCCL for sums, and slots on CPUs use shared memory, so all must be alike.
@@ -118,11 +117,6 @@ def _check_gpus(job: Job, world: World, local_slots: tuple[str, ...]) -> None:
                     "one rank for each GPU, let the scheduler give each rank its own GPU, or use "
                     "node.ranks_per_node = 1"
                 )
-
-
-def gpu_of(device: str) -> str:
-    """Return an identifier of a GPU that is unique on its host, or "" if torch has none."""
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def make_group(job: Job, world: World) -> Group:

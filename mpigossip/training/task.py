@@ -119,6 +119,7 @@ class LanguageModel:
 
     units = {"loss": "nat", "nats_per_byte": "nat/byte"}
     IGNORED = -100
+    """Label of tokens that the loss leaves out, the default of torch's cross-entropy."""
 
     def __init__(self) -> None:
         self._lengths: dict[torch.device, Tensor] = {}

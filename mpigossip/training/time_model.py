@@ -91,9 +91,11 @@ class Edges(NamedTuple):
     sent: np.ndarray
     """Number of messages that each node sends, (n,)."""
     received: np.ndarray
+    """Number of messages that each node receives, (n,)."""
 
     @property
     def receivers(self) -> np.ndarray:
+        """Receiver of each edge, (edges,)."""
         return np.repeat(np.arange(len(self.starts)), self.received + 1)
 
 

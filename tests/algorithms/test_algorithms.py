@@ -25,7 +25,7 @@ FEW = few(CASES)
 PLAIN = [case for case in CASES if "node.wire" not in case and "qsgd" not in case]
 WHOLE = [case for case in PLAIN if case not in battery.FRAGMENTS]
 NEVER_APART = {"parallel", "qsgd", "sparseloco"}
-"""Their nodes start equal and stay so, as long as there is no gradient."""
+"""Algorithms whose nodes start with equal models, which stay equal as long as gradients are 0."""
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,7 +64,9 @@ def some_cases(world, cases, same_host, steps):
     ids=lambda one: "" if isinstance(one, list) else None,
 )
 def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n, same_host, cases):
-    cases = cases[:: 2 if launch.is_open_mpi() else 1]  # of the second MPI half are enough
+    cases = cases[
+        :: 2 if launch.is_open_mpi() else 1
+    ]  # half of the cases suffice for the second MPI
     got = ranks(n)(some_cases, cases, same_host, 9, timeout=200)
     for at, case in enumerate(cases):
         driver = Driver(case, n, noise=0.1).run(9)
@@ -78,7 +80,7 @@ def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n, same_host, cases):
 
 @on_each("case", CASES, FEW)
 def test_mean_is_preserved_and_consensus_reached(case):
-    """With zero gradients; a global average over a lossy wire moves the mean by its rounding."""
+    """All gradients are 0. A global average over a lossy wire changes the mean by its rounding."""
     driver = Driver(case, 6, scale=0.0)
     start = driver.whole()
     spread = (start - start.mean(0)).norm()
@@ -86,7 +88,7 @@ def test_mean_is_preserved_and_consensus_reached(case):
     drift = (x.mean(0) - start.mean(0)).abs().max()
     lossy = "node.wire" in case
     by_average = lossy and ExchangeKind.GLOBAL in driver.cadence.kinds and not never_apart(case)
-    # D² adds its rounding up twice, DecentLaM divides it by the rate
+    # D² accumulates rounding errors twice, and DecentLaM divides them by the learning rate.
     rounding = 1e-4 if name_of(case) in ("d2", "decentlam") else 2e-5
     assert drift < (0.2 if by_average else rounding), float(drift)
     if never_apart(case):
@@ -99,7 +101,7 @@ def test_mean_is_preserved_and_consensus_reached(case):
 
 
 def test_mass_of_push_sum_is_preserved_and_its_mean_reached():
-    """A directed graph whose rows don't sum to one: plain gossip ends somewhere else."""
+    """The graph is directed, and rows of W do not sum to one: plain gossip misses the mean."""
     n = 6
     matrix = np.eye(6) / 2
     for j in range(n):
@@ -117,7 +119,7 @@ def test_mass_of_push_sum_is_preserved_and_its_mean_reached():
 
 
 EXACT = {"parallel", "cpsgd", "d2", "dsgt", "momentum-tracking", "detag"}
-"""Those that a constant rate leaves at the optimum, data alike or not (momenta left to settle)."""
+"""Algorithms that reach the optimum at a constant learning rate, with equal or different data."""
 
 
 @on_each("case", WHOLE, FEW)
@@ -183,7 +185,7 @@ TOYS = {
 
 
 def limit(name, toy, count=4000, lr=0.05, **options):
-    """RMS distance to the optimum at the end, inf where it diverges."""
+    """Return the root mean square distance from the optimum at the end; inf if it diverges."""
     made = TOYS[toy]
     method = algorithms.build(name, None, options, 0, made)
     b = torch.from_numpy(np.random.default_rng(0).standard_normal((16, 1)))
@@ -195,7 +197,7 @@ def limit(name, toy, count=4000, lr=0.05, **options):
 
 
 def test_limits_have_the_published_order():
-    """The size depends on the data drawn; the order doesn't, nor where methods agree."""
+    """The limits depend on the drawn data, but neither their order nor which of them are equal."""
     at = {toy: {} for toy in TOYS}
     for toy, found in at.items():
         for name in ("dsgd", "dmsgd-vanilla", "dmsgd", "qg-dmsgd"):
@@ -258,7 +260,7 @@ def after(settings, n=8, steps=24, **options):
 
 
 def test_gasloc_on_the_complete_graph_moves_the_mean_as_diloco_does():
-    """With a gradient that is linear in x the mean of the nodes is a node of its own."""
+    """If the gradient is linear in x, the mean of the nodes moves like a single node."""
     outer = "local.name=sgd algorithm.outer_beta=0.9 cadence.period=4"
     gossip = after(f"algorithm.name=gasloc graph.name=complete {outer}")
     collective = after(f"algorithm.name=diloco {outer}")
@@ -273,10 +275,10 @@ def test_sparseloco_in_full_is_the_averaged_pseudo_gradient():
     settings = "local.name=sgd cadence.name=cpsgd cadence.period=4 node.wire=fp32"
     full = Driver(f"algorithm.name=sparseloco {settings}", 8, noise=0.1)
     mean = Driver(f"algorithm.name=dsgd {settings}", 8, noise=0.1)
-    for slot, x in enumerate(full.x):  # dsgd's nodes begin apart
+    for slot, x in enumerate(full.x):  # the nodes of dsgd start with different models
         mean.x[slot].copy_(x)
     assert torch.allclose(full.run(24).whole(), mean.run(24).whole(), atol=1e-5)
-    # what two bits of 3 % of the values leave out is sent later
+    # The error of sending 3 % of the values in two bits each is sent later.
     few = Driver("algorithm.name=sparseloco local.name=sgd cadence.period=4", 8, lr=0.02)
     apart = (few.whole().mean(0) - few.optimum()).norm()
     assert (few.run(800).whole().mean(0) - few.optimum()).norm() < 0.2 * apart
@@ -295,7 +297,7 @@ def test_sparta_averages_the_same_few_values_on_all_nodes():
 
 @on_each("wire", ["top-k node.density=0.2", "sign"])
 def test_what_a_biased_wire_leaves_out_is_sent_later(wire):
-    """Gradients that don't depend on x: all of them have arrived but for what is still held."""
+    """The gradients do not depend on x. Their sum has arrived, except for the remaining error."""
     settings = f"algorithm.name=parallel local.name=sgd node.wire={wire}"
     driver = Driver(settings, 3, lr=0.1, scale=0.0, noise=1.0)
     start = [x.clone() for x in driver.x]
@@ -309,7 +311,13 @@ def test_what_a_biased_wire_leaves_out_is_sent_later(wire):
 
 
 def moved(name, options, gradients, lr=0.1):
-    """x of nodes on a ring after each step, in float64, given these gradients whatever x is."""
+    """Return x of nodes on a ring after each step, in float64.
+
+    :param name: name of the algorithm
+    :param options: its options
+    :param gradients: gradients of each step, which do not depend on x
+    :param lr: learning rate
+    """
     made = graph("ring", gradients.shape[1])
     x = torch.zeros_like(gradients[0])
     method = algorithms.build(name, None, options, 0, made)
@@ -318,7 +326,7 @@ def moved(name, options, gradients, lr=0.1):
 
 
 def test_detag_of_phase_one_is_dsgt_one_step_late():
-    """Given the same gradients: g of step k is what dsgt gets at step k + 1."""
+    """For equal results, dsgt gets at step k + 1 the gradient that DeTAG gets at step k."""
     gradients = torch.from_numpy(np.random.default_rng(0).standard_normal((12, 5, 3)))
     late = torch.cat([torch.zeros_like(gradients[:1]), gradients[:-1]])
     found = moved("detag", {"phase": 1, "eta": 0.0}, gradients)
@@ -327,7 +335,7 @@ def test_detag_of_phase_one_is_dsgt_one_step_late():
 
 
 def test_detag_is_the_listing_of_its_paper():
-    """Algorithm 4 without acceleration, phase by phase: x is frozen until a phase's end."""
+    """Compute algorithm 4 without acceleration, phase by phase: x changes at the end of a phase."""
     gradients = torch.from_numpy(np.random.default_rng(1).standard_normal((12, 5, 3)))
     found = moved("detag", {"phase": 3, "eta": 0.0, "beta": 0.8}, gradients)
     weights = torch.from_numpy(graph("ring", 5).matrix())
@@ -347,7 +355,7 @@ def test_detag_is_the_listing_of_its_paper():
 
 
 def test_quasi_global_momentum_is_that_of_its_paper():
-    """Lin et al., ICML 2021: of the displacement over the rate, that by the mixing included."""
+    """By Lin et al., ICML 2021, it averages displacement/lr, which mixing affects."""
     gradients = torch.from_numpy(np.random.default_rng(2).standard_normal((8, 5, 3)))
     weights = torch.from_numpy(graph("ring", 5).matrix())
     for nesterov in (False, True):
@@ -368,7 +376,7 @@ def test_quasi_global_momentum_is_that_of_its_paper():
 
 @on_each("case", CASES, FEW)
 def test_padding_stays_zero_so_that_files_may_leave_it_out(case, monkeypatch):
-    """In x and state of every method over every wire; a resumed run has the bits of one go."""
+    """Test x and the state of every method and wire; a resumed run has the bits of a single run."""
     shapes = tuple((width - 13,) for width in battery.LAYERS)
     flat = replace(battery.FLAT, shapes=shapes)
     full = torch.zeros(1, flat.size)
@@ -496,7 +504,7 @@ def test_choco_takes_a_step_that_its_wire_bears():
 
 @on_each("name", ["cpsgd", "diloco local.name=sgd"])
 def test_global_rounds_cross_a_lossy_wire_as_differences(name):
-    """What qsgd rounds is how far the nodes went, which shrinks where they want the same."""
+    """qsgd rounds the change of the models only, which shrinks when the nodes converge."""
     settings = f"algorithm.name={name} cadence.period=5"
     exact, lossy = (Driver(settings + wire, 4, lr=0.05) for wire in ("", " node.wire=qsgd"))
     for driver in (exact, lossy):

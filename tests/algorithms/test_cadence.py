@@ -10,7 +10,7 @@ LETTER = {ExchangeKind.LOCAL: "l", ExchangeKind.GOSSIP: "g", ExchangeKind.GLOBAL
 
 
 def run(made, steps, lr=lambda k: 0.1, measured=lambda k, kind: {}):
-    """The kinds as letters, and the last state."""
+    """Return the kinds of exchange of some steps as letters, and the last state of the cadence."""
     state = made.init()
     letters = ""
     for k in range(steps):
@@ -46,7 +46,7 @@ def test_states_are_plain_numbers():
 
 
 def spread(rate, per_step=1.0):
-    """Variance of a random walk since the last average: Σ lr² · per_step."""
+    """Return a function of the variance of a random walk since the last average, Σ lr² per_step."""
     sums = [0.0]
 
     def measured(k, kind):
@@ -78,7 +78,7 @@ def test_adpsgd_shortens_the_period_as_the_variance_rises_but_not_below_one():
 
 
 def test_adpsgd_does_not_shorten_the_period_when_the_rate_drops():
-    """In the middle of a period: most of the spread was made at the old rate."""
+    """The rate drops in the middle of a period, when most of the variance arose at the old rate."""
 
     def rate(k):
         return 0.1 if k < 42 else 0.01
@@ -96,7 +96,7 @@ def test_adpsgd_does_not_shorten_the_period_when_the_rate_drops():
 
 @pytest.mark.parametrize(("skip", "last"), [(0.0, 1), (0.5, 4)])
 def test_adpsgd_does_not_take_a_plateau_for_what_nodes_part_by(skip, last):
-    """In its first steps the network learns nothing; then its nodes part as they do ever after."""
+    """At first, the network learns nothing; later, its nodes diverge at a constant rate."""
 
     def measured(k, kind):
         return {"variance": 0.01 if k < 30 else 1.0} if kind is ExchangeKind.GLOBAL else {}

@@ -11,14 +11,14 @@ from tests.cases import few, on_each
 
 
 def _columns(state, columns):
-    """Views of a nested state's arrays."""
+    """Return a nested state whose arrays are views of some columns."""
     if isinstance(state, torch.Tensor):
         return state[:, columns]
     return type(state)(*(_columns(part, columns) for part in state))
 
 
 class Cut(battery.Driver):
-    """The driver with every segment cut into blocks, which are taken last first."""
+    """Driver that divides each segment into blocks, and updates the last block first."""
 
     def __init__(self, settings, n, **options):
         super().__init__(settings, n, **options)
@@ -51,7 +51,7 @@ class Cut(battery.Driver):
 
 
 def _by_block(settings):
-    """Return whether a method is elementwise, has no scalars and sends what it adapted."""
+    """Return whether a method is elementwise, sends no scalars, and sends its adapted model."""
     method = battery.Driver(settings, 4, steps=4).method
     return method.elementwise and not method.ahead and not method.scalars
 
@@ -77,7 +77,7 @@ def test_blocks_of_columns_have_the_bits_of_the_whole(settings):
 
 
 class InPlace(battery.Driver):
-    """The driver with every sum formed where x was: the old x is gone."""
+    """Driver that computes each weighted sum in the memory of x, so that the old x is lost."""
 
     def __init__(self, settings, n, **options):
         super().__init__(settings, n, **options)

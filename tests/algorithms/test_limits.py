@@ -9,7 +9,7 @@ import torch
 from mpigossip import algorithms, graphs
 from mpigossip.data.problems import quadratics
 from mpigossip.graphs.theory import quadratic_limit
-from mpigossip.mixing import compressors
+from mpigossip.mixing import lossy_wires
 from mpigossip.mixing.wire import FP32
 from tests.battery import driven
 from tests.cases import on_each
@@ -47,7 +47,7 @@ def test_choco_agrees_at_a_linear_rate_at_least_as_fast_as_its_theorem():
     kept = 0.25
     width = 512
     x = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
-    wire = compressors.wire("top-k", 127, kept, 0)
+    wire = lossy_wires.wire("top-k", 127, kept, 0)
     all_x = after(120, made, "choco", {"consensus_step": 0.3}, x, 1e-30, wire, every=1)
     square = (all_x - x.mean(0)).square().sum((1, 2)).double()
     slope = [float((square[b] / square[a]) ** (1 / (b - a))) for a, b in ((20, 60), (60, 100))]

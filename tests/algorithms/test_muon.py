@@ -15,10 +15,6 @@ from mpigossip.runs import launch
 from mpigossip.training import assemble
 from tests.cases import some, with_world
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.optim, "Muon"),
-    reason=f"torch {torch.__version__} has no Muon: it came with 2.9",
-)
 JOB = {"model": {"name": "mlp", "hidden": [24, 16]}, "local": {"name": "muon"}}
 SETTINGS = [
     "algorithm.name=dsgd",
@@ -188,9 +184,3 @@ def test_a_job_without_matrices_says_so():
         pytest.raises(JobError, match='local.name = "muon": the model has no'),
     ):
         assemble.assemble(images, world, 2)
-
-
-def test_an_older_torch_is_named(monkeypatch):
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(JobError, match=r"torch\.optim\.Muon.* 2\.9"):
-        local(flatten(gpt()))

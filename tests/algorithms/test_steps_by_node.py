@@ -1,4 +1,4 @@
-"""Nodes that make unlike numbers of local steps between exchanges: formula, bits, what is told."""
+"""Nodes that make different numbers of local steps between exchanges: formula, bits, messages."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_steps_are_spread_evenly_and_the_last_of_a_period_is_made_by_all():
 
 
 @on_each("name", ["dsgd cadence.name=every", "cpsgd"])
-def test_it_is_so_many_local_steps_and_the_exchange(name):
+def test_a_period_equals_the_local_steps_and_the_exchange_of_the_formula(name):
     driver = Driver(f"algorithm.name={name} local.name=sgd cadence.period=[4,1,3]", 3, lr=0.2)
     x = driver.whole().double()
     b = torch.cat(driver.b, dim=1).double()
@@ -95,7 +95,7 @@ def test_a_run_logs_idle_nodes_and_resumes_bitwise(tmp_path):
 
 @on_each("vmap", ["true", "false"])
 def test_an_idle_node_keeps_its_parameters(vmap):
-    """Its momenta, too, though they would go on without a gradient."""
+    """The node also keeps its momenta, which would change the model even without a gradient."""
     made = assemble.load(JOB, [f"node.vmap={vmap}", "model.name=mlp", "algorithm.weight_decay=0.1"])
     with SingleProcess() as world:
         trainer = (assembly := assemble.assemble(made, world, 3)).trainer
@@ -122,7 +122,7 @@ def test_equal_numbers_are_one_number(tmp_path, more):
     assert single["digest"] == listed["digest"] != summary_of(tmp_path / "other", *short)["digest"]
 
 
-def test_a_step_costs_what_it_does_with_the_longest_for_all():
+def test_a_step_costs_as_much_as_with_the_longest_period_for_all():
     one, many = (assemble.load(JOB, [f"cadence.period={own}"]) for own in ("4", "[4, 1, 3]"))
     counted = [exchanges(subject(made)[0], 3) for made in (one, many)]
     assert counted[0].bytes_per_step == counted[1].bytes_per_step > 0
@@ -182,7 +182,7 @@ def loops(world):
     return results
 
 
-def test_ranks_of_a_loop_may_differ_where_nobody_waits(ranks):
+def test_asynchronous_ranks_of_a_loop_may_have_different_periods(ranks):
     listed, unlike, rounds = zip(*ranks(2)(loops), strict=True)
     assert all("period = [2, 3]" in text for text in listed)
     assert any("cadence.period" in text for text in unlike)

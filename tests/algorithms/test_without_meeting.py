@@ -1,4 +1,4 @@
-"""Outer steps among nodes that wait for nobody: what is shown, what stays, limits, stragglers."""
+"""Outer steps of asynchronous nodes: published vectors, preserved sums, limits, slow nodes."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ METHODS = (
 
 
 class Looked(Simulated):
-    """Neighbours look at any time, as at an asynchronous node: keeps what each step shows."""
+    """Mixer that records the outbox of each step, which an asynchronous neighbour may read then."""
 
     synchronous = False
     shown = None
@@ -37,7 +37,11 @@ class Looked(Simulated):
 
 @on_each("settings", METHODS)
 def test_local_steps_show_what_an_exchange_would_send(settings):
-    """Else who looks in between averages a model with what is none: θ + η (x − θ), x − φ and φ."""
+    """A neighbour that reads between exchanges gets the vectors that an exchange would send.
+
+    These are θ + η (x − θ) for gasloc, and x − φ and φ for noloco. Otherwise, the neighbour would
+    average its model with an array that is not a model.
+    """
     looked = Driver(settings, 4, Looked, noise=0.1)
     unseen = Driver(settings, 4, noise=0.1)
     kinds = []
@@ -78,7 +82,7 @@ def held(driver):
 
 @on_each("settings", METHODS)
 @on_each("n", [3, 6])
-def test_the_mean_stays_and_is_reached_whatever_is_seen(settings, n):
+def test_the_mean_is_preserved_and_reached_with_any_delays(settings, n):
     ages = table(np.random.default_rng(n).integers(-1, 4, size=(7, n, n)))
     driver = Driver(settings, n, lambda g, layout: Delayed(g, layout, ages), scale=0.0)
     begin = held(driver)
@@ -92,8 +96,8 @@ def test_the_mean_stays_and_is_reached_whatever_is_seen(settings, n):
 
 
 @on_each("settings", METHODS)
-def test_where_nobody_is_late_it_is_the_method(settings):
-    """On a graph of pairs: what one takes the other gives at once."""
+def test_without_delays_the_synchronous_method_results(settings):
+    """On a graph of pairs, each node applies its partner's correction in the same round."""
     settings += " graph.name=random-matching"
     free = Driver(settings, 6, lambda g, layout: Delayed(g, layout, Faults(6).ages), noise=0.1)
     waiting = Driver(settings, 6, noise=0.1)
@@ -103,7 +107,7 @@ def test_where_nobody_is_late_it_is_the_method(settings):
 @on_each("settings", METHODS)
 @on_each("n", [3, 8])
 def test_a_straggler_leaves_nodes_near_the_optimum(settings, n):
-    """Nodes of unlike data, one 4 x slower: copies of it are up to 16 rounds old."""
+    """The nodes have different data; copies of the slow node's model are up to 16 rounds old."""
     ill = Faults(n, times=4.0, steps=10**6, lost=0.05)
     driver = Driver(settings, n, lambda g, layout: Delayed(g, layout, ill.ages), lr=0.05)
     begin = driver.whole()
@@ -115,7 +119,7 @@ def test_a_straggler_leaves_nodes_near_the_optimum(settings, n):
 
 @on_each("name", ["noloco", "gasloc", "detag"])
 def test_a_node_that_waits_takes_no_step_but_averages(name):
-    """Exchanges between steps (`Engine.average`): no outer step, no end of a phase."""
+    """An exchange between steps (`Engine.average`) makes no outer step and ends no phase."""
     method = algorithms.build(name, "sgd", {}, 0, graph("complete", 2))
     x = torch.arange(6.0).reshape(2, 3)
     state = method.init(x)

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from mpigossip.analysis import doctor
-from mpigossip.analysis.doctor import Machine
+from mpigossip.analysis.doctor import RankReport
 from mpigossip.analysis.findings import Finding, as_json, merged, verdict
 from mpigossip.config import JobError
+from mpigossip.config.readable import wrapped
 from mpigossip.graphs import graph
 from tests.cases import every, with_world
 
@@ -37,6 +38,15 @@ def alone(*words, cwd, **env):
 
 def named(result, name):
     return [finding for finding in result["findings"] if finding["name"] == name]
+
+
+def test_a_long_finding_is_broken_between_words_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    text = "note   cores      one word-with-hyphens after another, and more words"
+    assert wrapped(text) == text
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    lines = wrapped(text, "  ").splitlines()
+    assert max(map(len, lines)) <= 40 and " ".join(map(str.strip, lines)) == text
 
 
 def test_one_process_runs_all_tests_and_is_ready(tmp_path):
@@ -86,6 +96,36 @@ def test_on_ranks_put_is_tested_to_every_neighbour(pooled, n, graph):
         "MPIX_Query_cuda_support",
         "MPICH_GPU_SUPPORT_ENABLED",
     }
+
+
+@pytest.mark.both
+def test_the_component_that_sends_messages_is_named(pooled):
+    done = pooled(2, *DOCTOR, *QUICK, "--json", timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (mpi,) = named(json.loads(done.stdout), "mpi")
+    open_mpi = "Open MPI" in mpi["data"]["library"]
+    assert mpi["data"]["pml"] in (("ob1", "ucx", "cm") if open_mpi else ("",))
+    assert (f"component {mpi['data']['pml']}," in mpi["text"]) == open_mpi
+    if mpi["data"]["ucx"]:  # both wheels contain a UCX, built for threads
+        assert mpi["data"]["ucx_threads"] is True and "(THREAD_MULTIPLE: yes)" in mpi["text"]
+
+
+def report_ucx(comm, threaded):
+    from mpigossip.analysis import selftest  # needs MPI
+    from mpigossip.cluster.ranks import SingleProcess
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selftest, "open_mpi_pml", lambda: "ob1")
+        patch.setattr(selftest, "ucx_version", lambda: (1, 19, 0))
+        patch.setattr(selftest, "ucx_is_threaded", lambda: threaded)
+        return selftest.library(SingleProcess())
+
+
+@pytest.mark.parametrize("threaded", [True, False, None])
+def test_a_ucx_without_threads_explains_that_open_mpi_uses_tcp(ranks, threaded):
+    (finding,) = ranks(1)(report_ucx, threaded)
+    assert finding.level == ("note" if threaded is False else "good")
+    assert ("without --enable-mt, so Open MPI uses ob1" in finding.remedy) == (threaded is False)
 
 
 @with_world
@@ -138,7 +178,7 @@ def test_a_wrong_graph_is_explained(pooled, words, says):
 
 
 def machine(host="a", allowed=8, cores=64, need=11):
-    return Machine(host, tuple(range(allowed)), cores, need)
+    return RankReport(host, tuple(range(allowed)), cores, need)
 
 
 def test_a_rank_pinned_to_few_cores_is_wrong():

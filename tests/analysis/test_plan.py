@@ -272,7 +272,7 @@ def test_the_text_names_the_origin_of_each_assumption(capsys):
     assert origins["computing of a step"].endswith("20 ms  given")
     assert origins["latency of a message"].endswith("assumed for nccl-sockets")
     assert origins["update"].endswith("assumed")
-    assert origins["devices of a node"].endswith("cuda:0  setting node.devices")
+    assert origins["devices of a node"].endswith("cuda:0  node.devices")
     assert any(line.startswith("warning: the queue of the link") for line in lines)
     assert max(map(len, lines)) <= 80
 

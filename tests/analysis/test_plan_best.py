@@ -51,18 +51,18 @@ def test_slower_networks_justify_more_risk(what):
 def test_nothing_is_proposed_whose_cost_is_unmeasured_or_too_high(what):
     offers, left_out = offered(what, 1e5)
     assert best(offers, ACCEPT).level == 0  # although all-reduce is by far the slowest
-    output = text(JOB, [], offers, left_out, N, ACCEPT)
+    output = text(JOB, offers, left_out, N, ACCEPT)
     assert "Stay with all-reduce: no faster proposal" in output and "x as fast" not in output
     costly = best(offers, Accept(points=5.0))
     assert costly.level == 1 and costly.evidence.cost == 3.55
-    output = text(JOB, [], offers, left_out, N, Accept(points=5.0))
+    output = text(JOB, offers, left_out, N, Accept(points=5.0))
     assert "x as fast as all-reduce, with the cost (" in " ".join(output.split())
     unmeasured = [p for p in offers if p.level and p.evidence is None]
     assert unmeasured and not any(p.fulfils(Accept(100.0, 100.0)) for p in unmeasured)
     assert best(unmeasured, Accept(100.0, 100.0)) is None
-    assert "No proposal has a measured cost" in text(JOB, [], unmeasured, {}, N, ACCEPT)
+    assert "No proposal has a measured cost" in text(JOB, unmeasured, {}, N, ACCEPT)
     fast, left_out = offered(what, 1e12)
-    assert "sending less is not faster" in text(JOB, [], fast, left_out, N, ACCEPT)
+    assert "sending less is not faster" in text(JOB, fast, left_out, N, ACCEPT)
 
 
 @pytest.mark.every
@@ -78,7 +78,7 @@ def test_the_proposal_is_at_most_a_tenth_slower_than_the_fastest(what, bandwidth
 
 @pytest.mark.parametrize("n", [6, 8])
 def test_the_settings_of_every_proposal_are_valid(what, n):
-    offers, left_out = offered(what, 1e7, n)
+    offers, left_out = proposals(JOB, ["run.seed=3"], what, machine(1e7), n)
     assert len(offers) >= 10
     for proposal in offers:
         job = assemble.load(JOB, list(proposal.settings))
@@ -86,13 +86,23 @@ def test_the_settings_of_every_proposal_are_valid(what, n):
         if proposal.level:  # level 0 is the all-reduce of DDP
             sent = exchanges(subject(job)[0], n).bytes_per_step
             assert proposal.row.bytes_per_step == pytest.approx(sent)
-    output = text(JOB, ["run.seed=3"], offers, left_out, n, ACCEPT)
+    output = text(JOB, offers, left_out, n, ACCEPT)
     (command,) = [line for line in output.splitlines() if "mpigossip train" in line]
     chosen = best(offers, ACCEPT)
     assert command.split() == ["mpigossip", "train", str(JOB), "run.seed=3", *chosen.settings]
     assert output.count("\n* ") == 1
     assert max(len(line) for line in output.splitlines() if line != command) <= 80
     assert all(f"left out: {label}" in output for label in left_out)
+
+
+def test_options_of_the_job_s_algorithm_are_removed_for_another_one():
+    settings = ["run.seed=3", "algorithm.name=dsgd", "algorithm.style=awc"]
+    what = subject(assemble.load(JOB, settings))[0]
+    offers, left_out = proposals(JOB, settings, what, machine(1e7), N)
+    kept = {proposal.label: list(proposal.job_settings) for proposal in offers}
+    assert kept["dsgd, ring"] == settings
+    assert kept["all-reduce (DDP)"] == settings[:2] == kept["diloco, H = 8"]
+    assert not any("unknown key" in why for why in left_out.values())
 
 
 def test_a_proposal_uses_the_planned_epochs_and_slots(what):
@@ -109,10 +119,10 @@ def test_the_longer_the_period_the_fewer_the_bytes(what):
     assert sent[0] == pytest.approx(4 * sent[1]) and sent[1] == pytest.approx(4 * sent[2])
 
 
-def test_an_option_of_the_job_that_excludes_a_proposal_is_named(what):
-    settings = ["algorithm.style=atc"]
+def test_a_setting_of_the_job_that_excludes_a_proposal_is_named(what):
+    settings = ["node.mixer=asynchronous"]
     offers, left_out = proposals(JOB, settings, what, machine(1e7), N)
-    assert any("style" in why for why in left_out.values()) and offers
+    assert any("asynchronous" in why for why in left_out.values()) and offers
     with pytest.raises(JobError, match="nonsense"):
         proposals(JOB, ["node.mixer=nonsense"], what, machine(1e7), N)
 

@@ -1,6 +1,7 @@
 """`mpigossip plan --members`: H, files and waits of members that train through a folder."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,13 @@ def test_the_command_needs_the_rate_of_the_folder(capsys):
     assert cli.main(command) == 2 and "--bandwidth" in capsys.readouterr().err
     assert cli.main([*command, "--bandwidth", "1GB/s"]) == 0
     assert "H for 5 %" in capsys.readouterr().out
+
+
+def test_kept_models_are_counted(what):
+    advice = advise(what, 4, 0.005, 1e9, 400)
+    kept = replace(advice, keep_every=2)
+    rounds = math.ceil(advice.steps / 50)
+    assert kept.files(50, 16) == advice.files(50, 16) + rounds // 2
+    assert kept.disk == advice.disk + rounds // 2 * advice.model
+    assert f"members.keep_every = 2 keeps up to {rounds // 2} models" in text(what, [kept])
+    assert max(map(len, text(what, [kept]).splitlines())) <= 80

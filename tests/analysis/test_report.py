@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import h5py
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -187,7 +188,7 @@ def test_table(tmp_path):
     lines = table(read(run(tmp_path / "a") / "log.h5")).splitlines()
     assert lines[0] == "dmsgd, ring, 3 nodes"
     assert lines[2].split()[:4] == ["step", "epoch", "loss", "accuracy"]
-    cells = ["200", "4.00", "0.0500", "0.9950", "0.975", "–", "0.995", "1.00e-04", "2.0"]
+    cells = ["200", "4.00", "0.0500", "0.9950", "0.975", "to", "0.995", "1.00e-04", "2.0"]
     assert lines[5].split() == cells
     assert len({len(line) for line in lines[2:6]}) == 1 and "local*" in lines[2]
     assert max(map(len, lines)) <= 80
@@ -196,13 +197,24 @@ def test_table(tmp_path):
     assert lines[-1] == "digest    " + "ab" * 32
 
 
-@pytest.mark.parametrize("difference, shown", [(0.0, "+0.0 – +0.0 %"), (0.05, "-5.0 – +0.0 %")])
+@pytest.mark.parametrize("difference, shown", [(0.0, "+0.0 to +0.0 %"), (0.05, "-5.0 to +0.0 %")])
 def test_nodes_are_compared_with_the_average_on_their_own_part(tmp_path, difference, shown):
     """On three parts of the test set, the averaged model has accuracies of 0.90, 0.95 and 1.0."""
     log = read(run(tmp_path / "a", consensus=1e-13) / "log.h5")
     parts = np.tile([0.9, 0.95, 1.0], (3, 1))
     columns = {"share_accuracy": parts, "local_accuracy": parts - [0, difference, 0]}
     assert shown in table(replace(log, evaluations=log.evaluations | columns))
+
+
+def test_the_legend_of_the_step_time_counts_what_its_area_shows(tmp_path):
+    """Steps that take over five times the median, here two, count in neither."""
+    folder = run(tmp_path / "a", steps=60)
+    with h5py.File(folder / "log.h5", "r+") as file:
+        file["steps/compute_s"][7] = 1e3
+    (axes,) = (a for a in figure(load([folder])).axes if a._left_title.get_text() == "Step time")
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    (compute,) = (float(text.split()[-2]) for text in texts if text.startswith("compute"))
+    assert compute < 99 and "omitted: 2)" in axes.get_ylabel()
 
 
 def test_texts_do_not_overlap(tmp_path):

@@ -59,7 +59,7 @@ MARKUP = [
 
 
 class Page(HTMLParser):
-    """Tags, attributes and texts of a page, as a browser reads them."""
+    """Parser that collects tags, attributes and texts of a page, as a browser would read them."""
 
     def __init__(self, text):
         super().__init__()

@@ -8,7 +8,7 @@ from mpigossip.analysis.timing import stopwatch, take_turns, time_slowest
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still unless a test advances it."""
+    """Return a clock that shows the same time until a test advances it."""
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     return now

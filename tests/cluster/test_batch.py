@@ -49,10 +49,38 @@ def test_all_sites_exist_and_state_that_they_are_untested_and_their_source():
             assert workaround.link.startswith("https://")
 
 
-@on_each("name", ["juwels-booster", "leonardo"])
+@on_each("name", [name for name in SITES if name not in ("frontier", "lumi", "perlmutter")])
 def test_a_rank_with_several_gpus_uses_the_nearest_card_of_each(name):
     assert "export UCX_SELECT_DISTANCE_MD=''" in made(name)
     assert "UCX_SELECT" not in made(name, ranks=4)
+
+
+@on_each("name", ["frontier", "lumi", "perlmutter"])
+def test_nccl_on_slingshot_must_find_its_plugin(name):
+    text = made(name)
+    assert "export NCCL_NET='AWS Libfabric'\n" in text
+    cache = 'MIOPEN_USER_DB_PATH=/tmp/"$USER"-miopen-"$SLURM_JOB_ID"\n'
+    assert (cache in text) == (name != "perlmutter")
+    assert "Untested" in sites()[name].read_text().partition("[environment]")[2]
+
+
+@on_each(
+    "name, binding", [("perlmutter", "map_ldom:3,2,1,0"), ("lumi", "mask_cpu:fe000000000000,")]
+)
+def test_a_rank_per_gpu_runs_on_the_cores_next_to_its_gpu(name, binding):
+    gpus = read_site(name).gpus
+    assert f"--cpu-bind={binding}" in made(name, ranks=gpus)
+    assert "--cpu-bind=none" in made(name, ranks=gpus // 2)
+    assert "--cpu-bind=none" in made(name)
+
+
+def test_slurm_is_asked_for_gpus():
+    site = replace(read_site("generic-slurm"), gpus=8)
+    text = script(site, JOB, [], Path("run"), BatchRequest(nodes=2, seconds=600))
+    assert "#SBATCH --gpus-per-node=8\n" in text
+    for name in ("juwels-booster", "perlmutter"):  # their files have a directive
+        directives = [line for line in made(name).splitlines() if line.startswith("#SBATCH")]
+        assert sum("gpu:" in line or "--gpus" in line for line in directives) == 1
 
 
 def test_ranks_on_juwels_see_all_gpus_and_share_its_threads():
@@ -147,8 +175,8 @@ def test_pbs_and_flux_request_the_same():
 def test_every_site_can_start_several_ranks_per_node(name):
     one = made(name)
     several = made(name, ranks=4)
-    assert "One rank per node" in one and "RANKS=" not in one
-    assert "4 ranks per node; each sees all GPUs of the node and uses its own." in several
+    assert "One rank per host" in one and "RANKS=" not in one
+    assert "4 ranks per host; each sees all GPUs of the host and uses its own." in several
     assert "RANKS=4 TASKS=16 CORES=" in several
     habit = batch.read_site(name).examples_use
     for text, own in ((one, "node"), (several, "gpu")):
@@ -456,7 +484,8 @@ def test_an_error_of_the_queue_is_shown(execute):
 
 
 def test_the_command_prints_a_script_and_checks_the_job_first(alone):
-    done = alone("job", "generic-slurm", JOB, "--nodes", "4", "--time", "1m", "run.name=$(id)")
+    given = [JOB, "--gpus", "4", "--nodes", "4", "--time", "1m", "run.name=$(id)"]
+    done = alone("job", "generic-slurm", *given)
     assert done.returncode == 0, done.stderr
     assert "'run.name=$(id)'" in done.stdout and "run='runs/$(id)'" in done.stdout
     if sys.prefix != sys.base_prefix:
@@ -467,6 +496,20 @@ def test_the_command_prints_a_script_and_checks_the_job_first(alone):
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
     for text in ("power of two", "4 GPUs per host", "node.devices=cuda:0-3"):
         assert text in wrong.stderr
+
+
+def test_a_slurm_without_a_number_of_gpus_is_rejected_unless_the_job_uses_cpus(alone, tmp_path):
+    given = [JOB, "--nodes", "2", "--time", "1m"]
+    done = alone("job", "generic-slurm", *given)
+    assert done.returncode == 2 and "Slurm would assign none; pass --gpus G" in done.stderr
+    assert alone("job", "generic-slurm", *given, "node.devices=cpu:1").returncode == 0
+    ours = tmp_path / "ours.toml"
+    text = sites()["generic-slurm"].read_text("utf-8")
+    ours.write_text(text.replace('["--exclusive"]', '["--exclusive", "--gres=gpu:4"]'))
+    assert alone("job", ours, *given).returncode == 0
+    done = alone("job", "generic-slurm", *given, "--gpus", "4")
+    assert "#SBATCH --gpus-per-node=4\n" in done.stdout
+    assert "#SBATCH --ntasks-per-node=4\n" in done.stdout
 
 
 def test_the_command_warns_of_idle_gpus(alone, tmp_path):

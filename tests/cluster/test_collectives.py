@@ -90,6 +90,62 @@ def test_a_call_that_does_not_return_is_named(ranks):
     assert ranks(2)(does_not_return) == [expected] * 2
 
 
+def a_rank_stops_in_a_blocking_call(comm):
+    """Let rank 2 pass the barrier before a blocking call, and then do nothing."""
+    from mpigossip.cluster import collectives
+
+    said = []
+    before = threading.excepthook
+    with world(timeout_s=3) as w:
+        threading.excepthook = lambda args: said.append(str(args.exc_value))
+        collectives.MINIMUM_S = 3.0
+        try:
+            if w.rank == 2:
+                w.comm.Ibarrier().Wait()
+                time.sleep(5)
+                values = w.comm.allgather(None)  # so that the others return
+            else:
+                values = collectives.TimeoutComm.of(w.comm, 3.0).allgather(None)
+        finally:
+            threading.excepthook = before
+            collectives.MINIMUM_S = 10.0
+        assert values == [None] * 3
+        return said
+
+
+def test_a_rank_that_stops_in_a_blocking_call_is_named(ranks):
+    first, second, third = ranks(3)(a_rank_stops_in_a_blocking_call, timeout=60)
+    assert third == []
+    for said in (first, second):
+        assert len(said) == 1, said
+        assert re.fullmatch(
+            r"MPI's allgather doesn't return; no message has arrived from rank 2 on \S+ "
+            r"\(waited 3 s\)",
+            said[0],
+        )
+
+
+def a_rank_leaves_after_its_part(comm):
+    """Let rank 1 close its world while rank 0 still waits in a gather for rank 2."""
+    from mpigossip.cluster import collectives, waits
+
+    before = waits.DEPARTURE_GRACE_S
+    waits.DEPARTURE_GRACE_S = 0.5
+    try:
+        with world(timeout_s=30) as w:
+            if w.rank == 2:
+                w.comm.Ibarrier().Wait()
+                time.sleep(5)
+                return w.comm.gather(None)
+            return collectives.TimeoutComm.of(w.comm, 30.0).gather(w.rank)
+    finally:
+        waits.DEPARTURE_GRACE_S = before
+
+
+def test_a_rank_that_leaves_after_its_part_of_a_blocking_call_ends_no_job(ranks):
+    assert ranks(3)(a_rank_leaves_after_its_part, timeout=60) == [[0, 1, None], None, None]
+
+
 def calls_while_mixers_open(comm):
     """Return the names of blocking calls without and with a limit while mixers open."""
     from mpi4py import MPI

@@ -109,6 +109,37 @@ def test_a_launcher_that_assigns_gpus_is_followed(gpus, monkeypatch):
     assert str(world.device()) == "cuda:0"
 
 
+@pytest.fixture
+def one_gpu_each(monkeypatch):
+    """Let torch see one GPU, on a host whose device files show one, without any variable."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(local_devices, "_on_host", lambda: 1)
+    monkeypatch.setattr(local_devices, "_ranks_have_own_gpus", False)
+    for name in local_devices.VISIBLE:
+        monkeypatch.delenv(name, raising=False)
+    return {"OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "gpus", "ranks_per_node"),
+    [
+        ("aaaa", "0123", 4),  # a container shows each rank one device file
+        ("aabb", "0101", 4),  # identifiers are compared within a host
+        ("aaaa", "0000", 1),  # four ranks share one GPU
+        ("aabb", "0100", 1),  # a host whose ranks share a GPU: all ranks decide alike
+        ("aaaa", ["0", "1", "", "3"], 1),  # a rank without GPUs
+        ("abcd", "0000", 1),
+    ],
+)
+def test_ranks_that_see_different_gpus_of_a_host_are_one_node(
+    one_gpu_each, hosts, gpus, ranks_per_node
+):
+    local_devices.compare_gpus(hosts, [[*gpu] for gpu in gpus])
+    resolved = local_devices.resolve_auto("auto", "auto", one_gpu_each)
+    assert resolved == ("gpu:1", ranks_per_node)
+    assert local_devices.first_device(2, 4, one_gpu_each) == "cuda:0"
+
+
 def test_without_gpus_the_device_is_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert str(World().device()) == "cpu"

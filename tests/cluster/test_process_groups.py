@@ -36,11 +36,8 @@ def summed(groups, places):
     return [float(value) for value in values]
 
 
-@pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("slots", [1, 2, 4])
-def test_threads_are_ranks_of_a_group(slots, listed, monkeypatch):
-    if not listed:  # as torch before 2.10
-        monkeypatch.setattr(process_groups, "_store", process_groups._ListingStore)
+def test_threads_are_ranks_of_a_group(slots):
     places = [GroupRank("slots", slot, slots, "cpu") for slot in range(slots)]
     groups = open_groups(SingleProcess(), places, 20)
     assert [group.rank() for group in groups] == list(range(slots))

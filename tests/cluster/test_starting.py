@@ -20,7 +20,7 @@ RANK = """
 import os, signal, sys, time
 from pathlib import Path
 from mpigossip.cluster import launcher, process
-from mpigossip.cluster.starting import Start
+from mpigossip.cluster.starting import RankStart
 rank = launcher.launcher_ranks(os.environ)[0][0]
 def kill(process):
     Path(sys.argv[1], "victim").write_text(str(process))  # its output may be lost with it
@@ -42,14 +42,14 @@ import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
 from mpigossip.cluster.ranks import world
-init = Start.init
+init = RankStart.init
 def dies(self):
     if rank == 1 and sys.argv[2] == "init" and os.fork() == 0:
         time.sleep(0.02)
         kill(os.getppid())
         os._exit(0)
     return init(self)
-Start.init = dies
+RankStart.init = dies
 with world(float(sys.argv[3])) as ranks:
     time.sleep(0.5)
     die("after")
@@ -93,7 +93,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(mpirun, tolerant, tmp_p
         assert any(words in message for words in ends), message
     if tolerant and when == "before":
         assert f"MPI has not started within {LIMIT_S} s (node.timeout_s)" in message
-        assert "1 of 3 ranks have not started: 1 " in message
+        assert "1 of 3 ranks have not started: rank 1 " in message
     if tolerant and when in ("hello", "init"):
         lines = re.findall(r"mpigossip: (rank .*)", message)
         assert len(lines) == 1 and lines[0].startswith("rank 1 of 3 on "), message
@@ -105,7 +105,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(mpirun, tolerant, tmp_p
 def test_a_rank_that_does_not_start_ends_the_job(mpirun, tolerant, tmp_path):
     message = ended(mpirun, tmp_path, "stopped")
     assert message.count(f"MPI has not started within {LIMIT_S} s (node.timeout_s)") == 1
-    assert "1 of 3 ranks have started but not called MPI_Init: 1 on " in message
+    assert "1 of 3 ranks have started but not called MPI_Init: rank 1 on " in message
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_start_lists_the_files_of_its_own_host_only(tmp_path, monkeypatch):
     for rank in (1, 2):
         (tmp_path / f"host{rank}").mkdir()
         (tmp_path / f"host{rank}" / f"{rank}.77").touch()
-    start = starting.Start(tmp_path, 0, 3, 60)
+    start = starting.RankStart(tmp_path, 0, 3, 60)
     launch.until(lambda: len(listed) > 3, 20, "the files are listed repeatedly")
     assert start._describe_missing() == "" and len(start._started_ranks()) == 3
     start.over()

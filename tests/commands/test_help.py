@@ -4,6 +4,8 @@ import argparse
 import ast
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,19 @@ def test_help_fits_a_screen_and_has_an_example(words, monkeypatch):
         if not line.endswith("\\"):
             line = line.replace(",…", "").partition(" >")[0]
             cli._parse(shlex.split(line)[1:])  # exits if the program does not accept it
+
+
+def test_without_arguments_the_help_is_printed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([])
+    assert not ended.value.code and "mpirun -n 4 mpigossip train" in capsys.readouterr().out
+
+
+def test_the_help_does_not_wait_for_numpy():
+    program = (
+        "import sys; from mpigossip import cli; cli.parser(); sys.exit('numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 def test_every_argument_has_a_help_text():

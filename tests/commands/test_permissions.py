@@ -106,7 +106,7 @@ CASES = [
 @pytest.mark.parametrize(
     "words",
     [
-        "job generic-slurm job.toml --nodes 2 --time 10m --venv LONG",
+        "job generic-slurm job.toml --gpus 4 --nodes 2 --time 10m --venv LONG",
         "data show LONG",
         "checkpoint show LONG",
         "log plot LONG",

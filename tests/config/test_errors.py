@@ -14,7 +14,7 @@ from mpigossip.training.loop import NonFiniteError
 
 
 class OwnError(StoreError):
-    """Error of a custom source, whose name is in no list of this package."""
+    """User error of a custom data source; this package does not know its class."""
 
 
 def ending(monkeypatch, error):

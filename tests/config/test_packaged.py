@@ -16,7 +16,7 @@ JOBS = Path(__file__).parents[2] / "jobs"
 def installed(monkeypatch, tmp_path):
     """Return the folder share/mpigossip of an environment with the files that pip installs."""
     share = tmp_path / "share" / "mpigossip"
-    for folder in ("", "own", "loops", "sites", "templates"):
+    for folder in ("", "own", "loops", "loops/recipes", "sites", "templates"):
         (share / folder).mkdir(parents=True, exist_ok=True)
         for path in (JOBS / folder).glob("*.*"):
             shutil.copyfile(path, share / folder / path.name)
@@ -28,6 +28,7 @@ def installed(monkeypatch, tmp_path):
 
 def test_examples_sites_and_templates_are_found_where_pip_puts_them(installed, monkeypatch):
     assert packaged.examples()["gpt"] == installed / "loops" / "gpt.py"
+    assert packaged.examples()["gan"] == installed / "loops" / "recipes" / "gan.py"
     assert packaged.given("digits") == installed / "digits.toml"
     assert "perlmutter" in batch.sites() and packaged.find("templates/slurm.sh").exists()
     monkeypatch.setattr(packaged.sysconfig, "get_path", lambda *_: "/none")

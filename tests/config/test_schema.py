@@ -1,4 +1,4 @@
-"""Tests of the JSON Schema of job files against the jobs of the project and invalid settings."""
+"""JSON Schema of job files: it accepts the jobs of the project and rejects invalid settings."""
 
 import json
 import tomllib

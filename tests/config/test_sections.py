@@ -253,7 +253,7 @@ def test_overrides():
     assert job.schedule.scale == "none" and job.schedule.milestones == (1.0, 2.0)
     assert job.graph.options == {"order": "cyclic"} and job.node.shard is False
     assert load(dump(job), ["algorithm.clip_norm=none"]).algorithm.clip_norm is None
-    # A value can't add keys.
+    # A value must not add keys to the job, although TOML could contain a line break.
     assert load({}, ["run.name=1\nepochs = 3"]).run.name == "1\nepochs = 3"
 
 

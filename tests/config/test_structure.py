@@ -72,7 +72,7 @@ def test_all_problems_are_reported_with_their_paths():
         'parts.title = 3: needs text; the default is "part"',
         'every = "sometimes": must be "auto" or needs a whole number; the default is "auto"',
         'rate = "high": needs a number; the default is 0.5',
-        "pair = [1]: needs a list of 2, got 1; the default is [1, 2.0]",
+        "pair = [1]: needs a list of 2 values, got 1; the default is [1, 2.0]",
         "extra = 3: needs a table of keys and values",
         "sice: unknown key; known here: every, extra, first, pair, parts, rate",
     ]

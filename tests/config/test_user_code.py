@@ -1,4 +1,4 @@
-"""The line of user code that a message names."""
+"""Line of user code in an error message."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Loading processes that start with torch already imported."""
+"""Fixture that starts loading processes as forks of a process that has imported torch."""
 
 import multiprocessing
 
@@ -23,5 +23,5 @@ class Forking(DataLoader):
 def forked(monkeypatch) -> None:
     """Fork loading processes instead of starting new ones, which import torch for seconds."""
     monkeypatch.setattr(loader, "DataLoader", Forking)
-    # seconds for which torch waits for a process that does not end
+    # Torch waits for this number of seconds if a process does not end.
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)

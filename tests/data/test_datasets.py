@@ -42,7 +42,7 @@ class Squares(Dataset):
 
 
 class Aborting(Squares):
-    """Dataset whose loading process aborts at its end, as if a thread of C++ were still running."""
+    """Dataset whose loading process aborts at its end, as running C++ threads may cause."""
 
     def __getitem__(self, index):
         if multiprocessing.parent_process():  # not in this process, which reads a sample, too
@@ -217,7 +217,7 @@ def test_the_exit_code_of_a_finished_loading_process_is_ignored(user_module):
 @pytest.mark.usefixtures("forked")
 @on_each("workers", [0, 1])
 def test_rows_of_a_stream_are_assigned_to_nodes_in_turn(user_module, workers):
-    """Passes repeat; a later step reads all earlier rows again, with their random numbers."""
+    """The stream is repeated; starting at a later step reads all earlier rows again."""
     user_module(counts=counts)
     with opened("counts", workers=workers, options={"end": 12}, test_samples=5) as loader:
         steps = [torch.cat(loader.step(step)) for step in range(4)]
@@ -265,7 +265,7 @@ def uneven_test_sets(node):
 @pytest.mark.parametrize("workers", [0, every(1)])
 def test_each_node_may_have_its_own_test_set(user_module, workers):
     user_module(own_test_set=own_test_set)
-    for rows in ([0, 1], [1]):  # simulated nodes, and one rank
+    for rows in ([0, 1], [1]):  # Test simulated nodes, and one node on a rank.
         with opened("own_test_set", rows=rows, workers=workers, samples=48) as loader:
             (batch,) = loader.share(1, 2)
             assert batch[0].tolist() == [11, 13, 15]
@@ -352,7 +352,7 @@ def test_invalid_data_are_reported_before_training_starts(user_module, function,
             r'a batch of the samples \d+, … of "train": RuntimeError.*equal size',
         ),
         (1, returning(Endless()), r'stream of "train": ValueError.*__iter__ returns self'),
-        (0, returning(Counts(1)), r"no sample for node 1 of 2"),
+        (0, returning(Counts(1)), r"at most 1 samples"),
     ],
 )
 def test_data_that_fail_during_training_are_reported(user_module, workers, function, message):
@@ -507,7 +507,7 @@ def contents(world, folder):
     changed = dict(kinds(1, 0, rank_folder))
     for name, same in alike.items():
         check_alike(name, same, world)
-        if name == "stream":  # its rows may be random without a seed
+        if name == "stream":  # Values of a stream are not compared, because they may be random.
             check_alike(name, changed[name] if world.rank == 2 else same, world)
             continue
         with pytest.raises(JobError) as caught:

@@ -149,7 +149,7 @@ def test_random_boxes_follow_the_protocol():
     assert 200 < sum(mirror for _, mirror in boxes) < 300
     box, _ = random_box(
         1000, 10, 0, seed=0, epoch=0
-    )  # no attempt fits: the centred box with ratio 4/3
+    )  # If no attempt fits, the box is centred and has the ratio 4/3.
     assert box[1] == 0 and box[3] == 10 and 7 <= box[2] - box[0] <= 13
 
 
@@ -360,7 +360,7 @@ def test_order_is_a_function_of_seed_epoch_node():
         second = np.concatenate([node.batch_indices(step) for step in range(7, 14)])
         assert not (first == second).all() and node.epoch(6) == 0 and node.epoch(7) == 1
     resumed = orders(parts, 5, batch=32)[2]
-    for step in (12, 3, 12, 100):  # any step, in any order
+    for step in (12, 3, 12, 100):  # Steps may be requested in any order.
         assert (resumed.batch_indices(step) == nodes[2].batch_indices(step)).all()
     other = orders(parts, 6, batch=32)[2]
     assert not (other.batch_indices(3) == nodes[2].batch_indices(3)).all()
@@ -563,7 +563,7 @@ def test_the_loader_needs_nothing_but_the_contract():
 
 
 def test_a_custom_subclass_has_to_state_that_its_samples_are_independent():
-    """Its batches of several nodes are otherwise not made as one array."""
+    """Without this, the batches of several nodes would not be one array."""
 
     class Custom(SyntheticSource):
         pass

@@ -188,7 +188,7 @@ def install() -> None:
     """Install these checks in their modules of `mpigossip` when they are loaded."""
     watched = {
         "data.loader": loader,
-        "mixing.averages": averages,
+        "mixing.exact_average": averages,
         "mixing.device.buffers": buffers,
         "mixing.transports.windows": of_transport("Windows"),
         "mixing.transports.messages": of_transport("Messages"),

@@ -48,7 +48,7 @@ def test_every_slots_device_is_proven(ranks):
         ("crash alone:2", ["in a subprocess it ended with SIGSEGV"]),
         every("lost put alone", ["in a subprocess a put of GPU memory", "cuda:0: wrong data"]),
         ("flush", ["cuFlushGPUDirectRDMAWrites on cuda:0 failed with code 999"]),
-        every("allocation:2", ["cudaMalloc of 2 MiB for windows on cuda:1", "out of memory"]),
+        every("allocation:2", ["cudaMalloc of 2 MiB on cuda:1", "out of memory"]),
     ],
 )
 def test_what_fails_on_one_rank_is_refused_on_all_at_once(ranks, what, named):

@@ -16,8 +16,8 @@ from mpigossip.store.log import read
 from tests.cases import every
 from tests.double import active
 from tests.double.devices import NCCL, aware, check_same
-from tests.optim.in_node import Case, mixed
-from tests.optim.in_node import on_ranks as in_nodes
+from tests.optim.in_node import Case, reference_parameters
+from tests.optim.in_node import train_cases as in_nodes
 from tests.optim.loops import change_arrays, make_steps, set_entry
 
 pytestmark = pytest.mark.skipif(not active(), reason="needs the double: python -m tests.double")
@@ -190,7 +190,7 @@ SHARDED = [
 )
 def test_fsdp2_inside_nodes_has_the_bits_of_full_models(ranks, one_thread, case):
     with sdpa_kernel(SDPBackend.MATH):  # as torch chooses on the double
-        wanted = mixed(2, 2, case)
+        wanted = reference_parameters(2, 2, case)
     for node, (results,) in ranks(4)(fsdp, [case], 2, timeout=120):
         assert torch.equal(torch.from_numpy(results), wanted[node])
 

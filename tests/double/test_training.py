@@ -84,7 +84,7 @@ def differing_rounds(comm, slots):
     """Return the number of pairs (route, wire), and the pairs that differ from the simulator."""
     from mpigossip.cluster.ranks import World
     from mpigossip.graphs import graph
-    from mpigossip.mixing import compressors
+    from mpigossip.mixing import lossy_wires
     from mpigossip.mixing.base import ExchangeKind, MessageLayout
     from mpigossip.mixing.synchronous import Synchronous
 
@@ -92,10 +92,10 @@ def differing_rounds(comm, slots):
     wrong = []
     ring = graph("ring", comm.size)
     with aware(), World(comm) as world:
-        for way, name in itertools.product([*WAYS, "nccl"], compressors.WIRES):
+        for way, name in itertools.product([*WAYS, "nccl"], lossy_wires.WIRES):
             # NCCL needs separate GPUs for each rank; torch's device guard for tests has 8 indices
             os.environ["MPIGOSSIP_DOUBLE_HOST"] = f"{comm.rank}-" if way == "nccl" else ""
-            layout = MessageLayout((1024,) * slots, wire=compressors.wire(name, 127, 0.1, 3))
+            layout = MessageLayout((1024,) * slots, wire=lossy_wires.wire(name, 127, 0.1, 3))
             there = replace(layout, devices=tuple(f"cuda:{k}" for k in range(slots)))
             mixer = Synchronous(ring, there, world, exchange=way, timeout_s=90)
             off = count_differences(
@@ -115,7 +115,7 @@ def differing_rounds(comm, slots):
 
 
 @pytest.mark.every
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("slots", [1, 2, 8])
 @pytest.mark.parametrize("n", [2, 3, 4, 6])
 def test_every_way_and_wire_equals_the_simulator(ranks, n, slots):

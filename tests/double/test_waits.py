@@ -58,6 +58,32 @@ def test_the_norm_of_many_blocks_waits_once():
     assert norms[1] == sum(float((block * block).sum()) for block in blocks)
 
 
+def test_bf16_encodes_a_vector_by_two_operations(monkeypatch):
+    from mpigossip.mixing.lossy_wires import bf16
+    from mpigossip.mixing.wire import CHUNK
+    from tests.double.checker import Timeline
+
+    width = 3 * CHUNK + 512
+    values = torch.randn(width, generator=torch.Generator().manual_seed(0))
+    values[:4] = torch.tensor([float("inf"), -0.0, 1e-40, 3.4e38])
+    expected, codes = values.clone(), torch.zeros(2 * width, dtype=torch.uint8)
+    bf16().write(expected, (0, 0, 0), 0, codes)
+    on_gpu, codes_on_gpu = values.to("cuda:0"), torch.zeros_like(codes).to("cuda:0")
+    operations = []
+    given = Timeline.given
+
+    def noting(line, what, read, written):
+        operations.append(what)
+        given(line, what, read, written)
+
+    monkeypatch.setattr(Timeline, "given", noting)
+    bf16().write(on_gpu, (0, 0, 0), 0, codes_on_gpu)
+    monkeypatch.undo()
+    assert len(operations) == 2
+    assert torch.equal(codes_on_gpu.cpu(), codes)
+    assert torch.equal(on_gpu.cpu().view(torch.int32), expected.view(torch.int32))
+
+
 def test_a_large_gradient_is_written_once_and_read_never(monkeypatch):
     """The second backward pass of a step adds to it."""
     from mpigossip.engine.vector import flatten

@@ -54,7 +54,7 @@ def several() -> bool:
 
 
 class Work:
-    """Launched calls, and the work that follows them on their stream."""
+    """Calls that were launched, and the work that follows them on their stream."""
 
     def __init__(self, works, clock, group):
         self._clock = clock

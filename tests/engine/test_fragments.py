@@ -1,4 +1,4 @@
-"""Fragments and delays: limits, bytes, the formula, resume at every step, ranks."""
+"""Fragments and delays: limits, sent bytes, formulas, resuming at every step, and ranks."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,9 @@ def test_each_fragment_has_a_step_of_its_own_in_the_period():
         for count in range(1, period + 1):
             sent = [FragmentSchedule(period, count).due(k) for k in range(2 * period)]
             assert [p for p in sent if p is not None] == [*range(count)] * 2
-            assert sent[period - 1] == count - 1  # of one fragment: the last step of the period
+            assert (
+                sent[period - 1] == count - 1
+            )  # A single fragment is due at the last step of the period.
 
 
 def test_a_fragment_has_layers_of_all_depths_and_large_ones_are_cut():
@@ -40,7 +42,9 @@ def test_a_fragment_has_layers_of_all_depths_and_large_ones_are_cut():
     assert sorted(np.concatenate(columns).tolist()) == list(range(480))
     assert [len(one) for one in columns] == [160] * 3
     assert pieces[0] == (slice(0, 40), slice(240, 360))
-    assert all((np.diff(one) > 0).all() for one in columns)  # decayed columns stay first
+    assert all(
+        (np.diff(one) > 0).all() for one in columns
+    )  # Columns with weight decay stay before the others.
 
 
 class Forced(Driver):
@@ -87,7 +91,7 @@ ALONE = [
 @on_each("n", [1, 4, 5])
 @on_each("name", ALONE)
 def test_a_fragment_is_the_method_on_its_columns_alone(name, n):
-    """The last fragment makes the steps of a model that is sent at once, whatever the others do."""
+    """The last fragment makes the steps of a whole model; other fragments have no effect on it."""
     settings = f"algorithm.name={name} cadence.name=every cadence.period=3"
     parts = Driver(f"{settings} cadence.fragments=2", n, noise=0.1).run(14)
     whole = Driver(settings, n, noise=0.1).run(14)
@@ -95,12 +99,12 @@ def test_a_fragment_is_the_method_on_its_columns_alone(name, n):
     assert all(cuts)
     for k, c in ((k, c) for k, each in enumerate(cuts) for c in each):
         assert torch.equal(parts.x[k][:, c], whole.x[k][:, c])
-    if n > 1:  # the first fragment is exchanged at other steps
+    if n > 1:  # The first fragment is exchanged at other steps.
         assert not torch.equal(parts.whole(), whole.whole())
 
 
 def streaming_diloco(driver, steps, period, count, delay, blend):
-    """Run algorithm 2 of arXiv 2501.18512 on the driver's quadratics, inner SGD, in float64."""
+    """Run algorithm 2 of arXiv 2501.18512 with inner SGD on the driver's quadratics, in float64."""
     cuts = driver.fragments.cuts
     places = [
         torch.cat([torch.arange(c.start, c.stop) + 512 * k for k in range(2) for c in cuts[k][p]])
@@ -130,7 +134,7 @@ def test_delayed_fragments_of_diloco_are_streaming_diloco(count, delay, blend):
     settings = f"cadence.period=6 cadence.fragments={count} cadence.delay={delay}"
     settings += f" local.name=sgd algorithm.blend={blend}"
     driver = Driver(f"algorithm.name=diloco {settings}", 5)
-    for x in driver.x:  # DiLoCo's nodes begin equal
+    for x in driver.x:  # The nodes of DiLoCo begin with equal models.
         x.copy_(x[:1].expand_as(x).clone())
     driver.restart()
     expected = streaming_diloco(driver, 27, 6, count, delay, blend)
@@ -141,7 +145,7 @@ def test_a_restart_forgets_received_fragments():
     """A restarted engine makes the same steps, and saves the same arrays, as a new engine."""
     settings = "algorithm.name=diloco cadence.period=6 cadence.fragments=2 cadence.delay=2"
     first = Driver(settings, 5)
-    first.run(4)  # fragment 0 has been sent at step 3, and is in flight
+    first.run(4)  # Fragment 0 was sent at step 3, and is in flight.
     assert first.in_flight
     first.restart()
     assert not first.in_flight
@@ -210,7 +214,7 @@ def test_a_step_sends_at_most_its_share(name, period):
 @pytest.mark.parametrize("n", some([1, 2, 3, 4, 5, 8], [3]))
 @on_each("case", FRAGMENTS, few(FRAGMENTS))
 def test_resume_at_every_step_of_a_period(case, n):
-    """As in a checkpoint, received values are saved, even early, and exchanges are not."""
+    """As in a checkpoint, the state contains received values, but no exchange in flight."""
     steps = 6
     whole = Driver(case, n, noise=0.1).run(2 * steps + 1).whole()
     for at in range(1, steps + 1):
@@ -219,7 +223,7 @@ def test_resume_at_every_step_of_a_period(case, n):
         saved = {name: [a.clone() for a in parts] for name, parts in first.parts().items()}
         numbers = first.numbers()
         x = [a.clone() for a in first.x]
-        if at == 2:  # the run that was saved continues unchanged
+        if at == 2:  # Saving has not changed the first run.
             assert torch.equal(first.run(steps + 2 - at).whole(), whole)
         for row, expected_row in zip(second.x, x, strict=True):
             row.copy_(expected_row)
@@ -243,7 +247,7 @@ def on_ranks(comm, same_host):
 
 
 @pytest.mark.parametrize(("n", "same_host"), [every(5, "put"), every(8, "read")])
-def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n, same_host):
+def test_ranks_are_bitwise_identical_to_the_simulator(ranks, n, same_host):
     """These are the numbers of nodes that the battery of algorithms omits by default."""
     got = ranks(n)(on_ranks, same_host, timeout=200)
     for at, case in enumerate(FRAGMENTS):
@@ -263,7 +267,13 @@ REFUSED = {
     "algorithm.name=dsgd algorithm.style=awc cadence.name=every cadence.fragments=3":
         'leave that out, or choose one of dmsgd-vanilla',
     "algorithm.name=sparta cadence.name=every cadence.delay=1": 'algorithm "sparta" exchanges',
-    "algorithm.name=dsgd cadence.name=every algorithm.blend=0.5": "algorithm.blend = 0.5: it app",
+    **{
+        f"algorithm.name={name} algorithm.{blend}": "no separate local step"
+        for name in ("dmsgd", "parallel", "dsgd algorithm.style=awc")
+        for blend in ("blend=0.5", "blend_end=0.5")
+    },
+    "algorithm.name=dsgd algorithm.blend_shape=cosine": "without algorithm.blend_end",
+    "algorithm.name=dsgd algorithm.blend_end=1 node.mixer=asynchronous": "must not be blended",
     "algorithm.name=diloco algorithm.eager=true cadence.delay=2 algorithm.blend=0.5":
         "algorithm.blend = 0.5: with algorithm.eager",
     "algorithm.name=dsgd cadence.name=every cadence.fragments=2 node.mixer=asynchronous":

@@ -1,4 +1,4 @@
-"""The mixer of a node whose ranks each hold the whole vector: its memory and its result."""
+"""Mixer of a node whose ranks all hold the whole model: its memory and its result."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from mpigossip.engine.gathered import Gathered
 from mpigossip.graphs import graph
 from mpigossip.groups.base import Single
-from mpigossip.mixing import compressors
+from mpigossip.mixing import lossy_wires
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.simulated import Simulated
 
@@ -16,7 +16,7 @@ VECTOR_BYTES = 4 * SIZE
 
 @pytest.mark.parametrize("wire, vectors_held", [("fp32", 2), ("bf16", 3)])
 def test_only_lossy_wires_hold_the_whole_vector_that_was_sent(wire, vectors_held):
-    layout = MessageLayout((SIZE,), wire=compressors.wire(wire))
+    layout = MessageLayout((SIZE,), wire=lossy_wires.wire(wire))
     mixer = Gathered(layout, Single("cpu"), lambda shard: Simulated(graph("identity", 1), shard))
     own = torch.linspace(-1, 1, SIZE)
     mixer.outbox(0)[0][0][0] = own

@@ -1,11 +1,11 @@
-"""Layouts of a node, as files hold it, and of the arrays of its processes."""
+"""Layouts of the parameters of a node in files, and in the arrays of its processes."""
 
 from math import prod
 
 import pytest
 import torch
 
-from mpigossip.engine.sharded import ShardedLayout, contiguous
+from mpigossip.engine.sharded import ShardedLayout, contiguous_strides
 from mpigossip.engine.vector import ParameterLayout, flatten, join_row, scatter_row
 
 SHAPES = ((5, 3), (2, 7), (1,))
@@ -21,7 +21,7 @@ def sharded(slots):
             cuts = torch.empty(shape).chunk(slots, dim)
             rows = cuts[slot].shape[dim] if slot < len(cuts) else 0
             shapes.append((*shape[:dim], rows, *shape[dim + 1 :]))
-        strides = tuple(map(contiguous, shapes))
+        strides = tuple(map(contiguous_strides, shapes))
         layout = ParameterLayout(("a", "b", "c"), (*shapes,), strides, (0, 64, 128), 512, 512, 1)
         by_slot.append(layout)
     return ShardedLayout(SHAPES, DIMS, tuple(by_slot))
@@ -74,7 +74,7 @@ def test_rows_go_to_shards_and_back(slots):
     shards = [torch.zeros(1, node.width) for _ in range(slots)]
     scatter_row(packed, shards, 0, node)
     assert (join_row(shards, 0, node) == packed).all()
-    for slot in range(slots):  # each rank can also save its shard alone
+    for slot in range(slots):  # A rank can also save its shard alone.
         own = node.by_slot[slot]
         again = torch.zeros(1, node.width)
         scatter_row(join_row(shards[slot : slot + 1], 0, own), [again], 0, own)

@@ -1,4 +1,4 @@
-"""engine/module.py: edits of many 16-bit parameters are found by a few operations on a GPU."""
+"""Edits of many 16-bit parameters, which few operations detect on a GPU (engine/module.py)."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ VIEWS = ("as_strided", "slice", "view", "detach", "alias", "select")
 
 
 class Counter(TorchDispatchMode):
-    """Count the operations that would be launched on a GPU."""
+    """Context manager that counts the operations that would be launched on a GPU."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ class Counter(TorchDispatchMode):
 
 
 def edited_parameters():
-    """Return the parameters of a model of three types, of which some elements were edited."""
+    """Return the parameters of a model of three types after some elements were edited."""
     torch.manual_seed(0)
     layers = [nn.Linear(7, 7).bfloat16() for _ in range(20)]
     layers[3].float()
@@ -35,7 +35,7 @@ def edited_parameters():
     layers += [nn.Linear(9, 9).half() for _ in range(4)]
     parameters = ModuleParameters([nn.Sequential(*layers)])
     draw = torch.Generator().manual_seed(1)
-    for master in parameters.x:  # so that the master weights differ from their rounded values
+    for master in parameters.x:  # The master weights then differ from their rounded values.
         master.add_(1e-5 * torch.randn(master.shape, generator=draw))
     parameters.publish()
     for p in parameters.rows[0]:

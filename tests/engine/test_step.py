@@ -1,4 +1,4 @@
-"""The engine without a model or data: a vector of numbers and the simulator."""
+"""Engine without a model or data, tested with flat parameters of random numbers."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ P = 512
 
 
 class Numbers:
-    """Vector whose gradient is drawn from the step."""
+    """Flat parameters with random gradients, which depend on the step."""
 
     first = (0,)
 
@@ -61,7 +61,7 @@ LOCAL = [
 
 
 @on_each("settings", LOCAL)
-def test_a_local_step_without_an_outbox_has_the_same_bits(settings):
+def test_a_local_step_without_an_outbox_is_bitwise_identical(settings):
     with_it = engine(settings)
     without = engine(settings, lambda m: m._replace(local_update=None))
     for one, other in zip(steps(with_it, 0, 7, (1,)), steps(without, 0, 7, (1,)), strict=True):
@@ -111,7 +111,7 @@ def test_an_average_without_a_gradient_leaves_the_mean_and_draws_nodes_together(
 
 
 def test_an_average_of_a_waiting_node_measures_nothing(monkeypatch):
-    """Its record would be discarded, and it happens in each idle exchange."""
+    """An asynchronous node exchanges often while it waits, and these exchanges have no record."""
     made = engine("algorithm.name=dsgd")
     measured = []
     monkeypatch.setattr(made, "measure", lambda *message: measured.append(message))
@@ -189,17 +189,19 @@ def test_adam_corrects_its_bias_by_the_local_steps_of_each_row():
             own[row] += 1
             adamw(x[row], g[row], m[row], v[row], own[row])
         made.step(0.1, skipped)
-        if step == 20:  # continues from the content of a checkpoint
+        if step == 20:  # Continue from the content of a checkpoint.
             kept = [
                 (made.pack_state(k), made.numbers() | {"local_steps": own[k]}) for k in range(N)
             ]
             made.restart()
             for row, (arrays, numbers) in enumerate(kept):
                 made.restore(arrays, numbers, row)
-    # 40 steps of 0.1, each rounded a few times at values below 8
+    # The tolerance allows a few rounding errors in each of 40 steps, at values below 8.
     assert np.abs(made.vector.x[0].double().numpy() - x).max() < 40 * 8 * 2**-23
     assert made.counts == own == [40, 10, 38]
-    made.restore(made.pack_state(1), made.numbers(), 1)  # older: the index is for all rows
+    made.restore(
+        made.pack_state(1), made.numbers(), 1
+    )  # A state of an earlier version has one index for all rows.
     assert made.counts == [40, 40, 38]
 
 
@@ -212,7 +214,7 @@ def test_accumulated_adam_counts_its_period_by_row():
         g = rested.vector.g[0][1].clone()
         skipped = (1,) if step % 3 == 0 else ()
         rested.step(0.1, skipped)
-        if not skipped:  # as if the other steps had not happened
+        if not skipped:  # The other steps of this row have no effect.
             alone.vector.g[0][1] = g
             alone.step(0.1)
     assert torch.equal(rested.vector.x[0][1], alone.vector.x[0][1])
@@ -246,7 +248,7 @@ def test_torchs_profiler_shows_the_phases_of_a_step():
 
 @on_each(("sent", "same"), [(0.0, False), (-0.0, True), (math.nan, True)])
 def test_sent_parameters_are_compared_by_their_bits(sent, same):
-    """-0.0 equals 0.0, and NaN doesn't equal itself; the detection of edits compares bits."""
+    """As numbers, -0.0 equals 0.0, and NaN does not equal NaN, so edits are detected by bits."""
     x = torch.tensor([[sent if same else -0.0]])
     out = torch.tensor([[[sent]]])
     sender = SimpleNamespace(
@@ -260,7 +262,7 @@ def test_sent_parameters_are_compared_by_their_bits(sent, same):
 
 
 class Written:
-    """Exchange that writes down what the engine asks of it."""
+    """Exchange that records the names of its methods as the engine calls them."""
 
     outbox = None
 
@@ -272,7 +274,7 @@ class Written:
 
 
 def test_a_step_is_local_or_sends_and_receives():
-    """The engine leaves to its exchange what crosses the network, and when."""
+    """The engine calls adapt in a LOCAL step, otherwise send and receive."""
     made = engine("algorithm.name=dsgd cadence.name=every cadence.period=2")
     made.exchange = written = Written()
     list(steps(made, 0, 2))

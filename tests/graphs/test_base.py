@@ -17,14 +17,14 @@ from mpigossip.graphs import (
     graph,
 )
 from mpigossip.graphs.base import Cycle, Drawn
-from mpigossip.graphs.rounds import Circulant, Sparse, paired
+from mpigossip.graphs.rounds import Circulant, SparseMatrix, paired
 from tests.cases import on_each
 
 SIZES = (1, 2, 3, 5, 6, 7, 8, 12, 16)
 
 
 def possible():
-    """Every graph by name at each of the sizes that it can have."""
+    """Yield every graph that has a name, with each of the sizes that it can have."""
     for name in BUILDERS:
         for n in SIZES:
             with suppress(GraphError):
@@ -54,7 +54,7 @@ def test_neighbours_receivers_and_matrix_agree(name, n):
 
 
 @every
-def test_facts_are_true_of_the_matrices(name, n):
+def test_facts_agree_with_the_matrices(name, n):
     g = graph(name, n, seed=3)
     matrices = [g.matrix(t) for t in range(g.period or 12)]
     assert ("symmetric" in g.facts) == all(np.allclose(m, m.T, atol=1e-13) for m in matrices)
@@ -63,7 +63,8 @@ def test_facts_are_true_of_the_matrices(name, n):
     assert ("signed" in g.facts) == any(m.min() < -1e-13 for m in matrices)
     assert ("static" in g.facts) == (g.period == 1)
     assert "static" not in g.facts or all((m == matrices[0]).all() for m in matrices)
-    # Every graph by name preserves the mean, except the factors, which preserve the sum.
+    # Every graph that has a name preserves the mean, except the factors of the exact average, which
+    # preserve the sum.
     assert g.doubly_stochastic or name == "spanning-tree" and "column-stochastic" in g.facts
     known = not isinstance(g.schedule, Drawn)
     assert g.complete == (known and all(np.allclose(m, 1 / n) for m in matrices))
@@ -217,7 +218,7 @@ def test_messages_name_value_limit_and_remedy(call, message):
 def test_circulant_and_sparse_rounds_are_the_same_mathematics():
     rng = np.random.default_rng(0)
     circulant = Circulant(7, 0.5, (6, 2), (0.3, 0.2))
-    sparse = Sparse.from_matrix(circulant.matrix())
+    sparse = SparseMatrix.from_matrix(circulant.matrix())
     x = rng.standard_normal((7, 3))
     for one in (x, x[:, 0]):
         assert np.allclose(circulant.apply(one), circulant.matrix() @ one)
@@ -230,8 +231,8 @@ def test_circulant_and_sparse_rounds_are_the_same_mathematics():
     assert np.allclose(np.sort_complex(circulant.eigenvalues()), own)
 
 
-def test_sparse_rounds_bear_empty_rows():
-    r = Sparse.from_edges(4, [3], [0], 0.25)
+def test_sparse_rounds_may_have_empty_rows():
+    r = SparseMatrix.from_edges(4, [3], [0], 0.25)
     assert r.apply(np.arange(4.0)).tolist() == [0.0, 1.0, 2.0, 2.25]
     assert r.neighbours(0)[0].tolist() == [] and r.receivers(0).tolist() == [3]
 

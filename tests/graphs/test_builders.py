@@ -16,7 +16,7 @@ DRAWN = ["random-matching", "od-equidyn", "ou-equidyn"]
 
 
 def edges(g, t=0):
-    """Directed edges (receiver, sender) of a round."""
+    """Return the directed edges (receiver, sender) of a round."""
     return {(i, int(j)) for i in range(g.n) for j in g.neighbours(t, i)[0]}
 
 
@@ -39,7 +39,7 @@ def test_every_builder_documents_itself_and_shows_its_options():
 
 
 @on_each("name", BUILDERS)
-def test_one_node_has_nobody_to_talk_to(name):
+def test_one_node_has_no_neighbours(name):
     g = graph(name, 1)
     assert (g.n, g.degree, g.period) == (1, 0, 1)
     assert g.matrix(5).tolist() == [[1.0]]
@@ -60,7 +60,7 @@ def test_static_exponential(n):
 
 @on_each("n", range(2, 257))
 def test_spectral_gap_of_the_static_exponential_graph(n):
-    """Proposition 1 of Ying et al.: 2/(1+τ) for even n, strictly more for odd n."""
+    """By proposition 1 of Ying et al., it is 2/(1+τ) for even n, and strictly more for odd n."""
     gap = spectral_gap(graph("exponential", n))
     formula = 2 / (1 + rounds_needed(n))
     if n % 2 == 0:
@@ -71,7 +71,7 @@ def test_spectral_gap_of_the_static_exponential_graph(n):
 
 def test_powers_of_two_are_counted_in_integers():
     assert [rounds_needed(n) for n in (1, 2, 3, 4, 5, 8, 9)] == [0, 1, 2, 2, 3, 3, 4]
-    for k in (29, 49, 52, 53, 63, 100):  # where logarithms of floats go wrong
+    for k in (29, 49, 52, 53, 63, 100):  # floating-point logarithms are wrong for these
         assert [rounds_needed(2**k + d) for d in (-1, 0, 1)] == [k, k, k + 1]
     assert rounds_needed(243, 3) == 5 and rounds_needed(244, 3) == 6
 
@@ -143,7 +143,7 @@ def test_drawn_rounds_are_the_same_on_every_node_in_any_order(name):
 
 
 def test_drawn_words_never_change():
-    """Philox words are promised by numpy: a run can be resumed years later."""
+    """NumPy guarantees the words of Philox, so that a run can be resumed years later."""
     g = graph("one-peer-exponential", 16, seed=0, order="permuted")
     assert [16 - int(g.neighbours(t, 0)[0][0]) for t in range(8)] == [
         *(1, 8, 2, 4),
@@ -281,7 +281,7 @@ def test_sizes_of_random_graphs():
 
 
 @on_each("n", (2, 7, 12))
-def test_random_matchings_pair_everybody(n):
+def test_random_matchings_pair_all_nodes(n):
     g = graph("random-matching", n, seed=2)
     seen = set()
     for t in range(60):

@@ -42,7 +42,7 @@ def test_every_round_stays_doubly_stochastic_and_uses_no_dead_link(name, options
     assert fewer > 20  # of 30 rounds
 
 
-def test_pairs_lose_what_they_share_and_nothing_else():
+def test_a_lost_link_changes_no_other_weight():
     made = faulty(graph("ring", 10), links := Links(10, 0, lost=0.3))
     for t in range(20):
         w = made.matrix(t)
@@ -53,13 +53,13 @@ def test_pairs_lose_what_they_share_and_nothing_else():
 
 
 @on_each("seed", range(4))
-def test_rare_losses_are_no_exact_average_although_the_first_rounds_are(seed):
+def test_rare_losses_are_no_exact_average_even_if_the_first_rounds_are(seed):
     made = faulty(graph("complete", 4), Links(4, seed, lost=0.01))
     assert not made.complete
     assert {is_average(made, t) for t in range(200)} == {True, False}
 
 
-def test_a_lazy_one_is_mended_likewise():
+def test_lost_links_of_a_lazy_graph_are_reweighted_before_it_is_lazy():
     made = faulty(graph("random-matching", 8), Links(8, 0, lost=0.3))
     lazy = made.lazy()
     for t in range(12):
@@ -67,7 +67,7 @@ def test_a_lazy_one_is_mended_likewise():
 
 
 @on_each("weights", ["push", None])
-def test_one_sided_sums_are_kept(weights):
+def test_rows_or_columns_that_sum_to_one_still_do(weights):
     whole = graph("star", 6, weights=weights) if weights else graph("ring", 6)
     made = faulty(whole, Links(6, 1, lost=0.4))
     assert {"row-stochastic", "column-stochastic"} & made.facts == (
@@ -76,7 +76,7 @@ def test_one_sided_sums_are_kept(weights):
 
 
 @on_each(("share", "rounds"), [(0.2, 0.0), (0.2, 10.0), (0.5, 4.0)])
-def test_chains_are_off_for_their_share_and_their_stays(share, rounds):
+def test_chains_are_off_in_the_stated_fraction_and_for_the_stated_rounds(share, rounds):
     chain = OnOff(share, rounds, (7,), 400)
     count = 500
     states = np.array([chain.off(t) for t in range(count)])
@@ -90,7 +90,7 @@ def test_chains_are_off_for_their_share_and_their_stays(share, rounds):
 
 
 @on_each(("share", "rounds"), [(0.5, 0.5), (0.5, 1.2), (0.5, 1.99), (0.2, 1.2), (0.0, 0.5)])
-def test_shorter_stays_than_independent_rounds_have_are_rejected(share, rounds):
+def test_fewer_rounds_than_independent_draws_give_are_rejected(share, rounds):
     limit = f"{1 / (1 - share):g}"
     with pytest.raises(GraphError, match=rf"rounds = {rounds:g}: .*{limit}"):
         OnOff(share, rounds, (7,), 4)
@@ -121,7 +121,7 @@ def trainer(*settings, n=8):
 
 
 @on_each("ill", ["lost=0.3", "away=0.2", "ticks=0.5"])
-def test_the_mean_goes_its_way_whatever_is_lost(ill):
+def test_lost_links_and_nodes_do_not_change_the_mean(ill):
     whole = trainer()
     hurt = trainer(f"faults.{ill}")
     for _ in range(12):
@@ -152,6 +152,6 @@ def test_the_mean_goes_its_way_whatever_is_lost(ill):
         (["faults.slow_times=3"], "faults.slow_times = 3"),
     ],
 )
-def test_what_faults_do_not_go_with_is_said(settings, message):
+def test_settings_that_faults_do_not_support_are_rejected(settings, message):
     with pytest.raises(JobError, match=message):
         trainer(*settings)

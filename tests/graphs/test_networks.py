@@ -18,7 +18,7 @@ def pairs(n, seed):
 
 
 def warming(n, seed, t):
-    """Exact averages at first, then pairs of a ring."""
+    """Return a round: the exact average at first, later pairs of a ring."""
     return np.full((n, n), 1 / n) if t < 20 else Circulant(n, 0.5, (1,), (0.5,))
 
 
@@ -29,13 +29,15 @@ def growing(n, seed, t):
 
 
 def columns(n, seed, t):
-    """Rows and columns sum to one at first, later only rows."""
+    """Return a round whose rows and columns sum to one at first, and later only its rows."""
     return np.full((2, 2), 0.5) if t < 10 else np.array([[1.0, 0.0], [0.5, 0.5]])
 
 
 def moody(n, seed, t):
     moody.calls = getattr(moody, "calls", 0) + 1
-    return [A, B][moody.calls > 8]  # the first rounds, then the one asked for again
+    return [A, B][
+        moody.calls > 8
+    ]  # after the first rounds, a call for an earlier round returns another matrix
 
 
 def test_values_of_all_kinds_are_graphs():

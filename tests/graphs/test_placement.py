@@ -1,6 +1,7 @@
 """Racks: places for ranks that spare the edges between them."""
 
 import contextlib
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,10 @@ import pytest
 from mpigossip.cluster import deadline, nodes
 from mpigossip.config import JobError
 from mpigossip.graphs import GraphError, graph
+from mpigossip.graphs import placement as placing
 from mpigossip.graphs.placement import (
+    _best_swap,
+    _crossing,
     cross_rack_fraction,
     graph_nodes_for,
     renumber_for_racks,
@@ -21,28 +25,59 @@ from tests.cases import on_each
 
 
 @on_each("name", ["one-peer-exponential", "ring", "exponential", "base-2", "grid"])
-def test_places_take_messages_off_the_edges_between_racks(name):
+def test_renumbering_reduces_messages_between_racks(name):
     racks = [f"rack{k}" for k in "01101001"]
     made = graph(name, 8)
     placed = renumber_for_racks(made, racks)
     assert cross_rack_fraction(placed, racks) < cross_rack_fraction(made, racks)
     assert placed.facts == made.facts and placed.degree == made.degree
-    # the same graph under other numbers
+    # The graph is the same, but its nodes have other numbers.
     assert sorted(usage(placed).sum(1)) == sorted(usage(made).sum(1))
     t = (made.period or 1) - 1
     values = np.sort_complex(np.linalg.eigvals(placed.matrix(t)))
     assert np.allclose(values, np.sort_complex(np.linalg.eigvals(made.matrix(t))), atol=1e-7)
 
 
-def test_swaps_find_what_an_order_of_racks_does_not():
-    # a ring whose numbers jump about: neighbours are far apart in number
+def test_swaps_improve_an_assignment_by_rack():
+    # In this ring, neighbours have numbers that differ by much.
     jumping = renumbered(graph("ring", 12), [5 * i % 12 for i in range(12)])
     racks = ["a"] * 6 + ["b"] * 6
     assert cross_rack_fraction(jumping, racks) > 0.5
     assert cross_rack_fraction(renumber_for_racks(jumping, racks), racks) == pytest.approx(4 / 24)
 
 
-def test_what_has_no_better_place_stays_as_it_is():
+@pytest.mark.parametrize("pairs_at_once", [1 << 20, 40])
+def test_the_best_swap_is_found_in_blocks(monkeypatch, pairs_at_once):
+    monkeypatch.setattr(placing, "BLOCK", pairs_at_once)
+    counts = usage(graph("exponential", 18))
+    both = (counts + counts.T).tocsr()
+    rack_of = np.random.default_rng(3).permutation(np.arange(18) // 4)
+    saved = np.zeros((18, 18))
+    for p, q in np.ndindex(18, 18):
+        swapped = rack_of.copy()
+        swapped[[p, q]] = rack_of[[q, p]]
+        # Each message is in two entries of the symmetric array.
+        saved[p, q] = (_crossing(both, rack_of) - _crossing(both, swapped)) / 2
+    p, q = np.unravel_index(saved.argmax(), saved.shape)
+    assert saved.max() > 0
+    assert _best_swap(both, rack_of) == (saved.max(), p, q)
+
+
+def test_places_need_less_memory_than_one_number_for_each_pair(monkeypatch):
+    monkeypatch.setattr(placing, "WORK", 1)  # one swap from each start
+    n = 4096
+    made = graph("ring", n)
+    racks = np.random.default_rng(1).permutation(np.arange(n) // 64).tolist()
+    tracemalloc.start()
+    try:
+        graph_nodes_for(made, racks)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * n**2 / 2, peak
+
+
+def test_a_graph_that_renumbering_cannot_improve_is_unchanged():
     drawn = graph("random-matching", 8)
     assert renumber_for_racks(drawn, [i % 2 for i in range(8)]) is drawn
     one = graph("ring", 6)
@@ -113,7 +148,7 @@ def test_a_job_places_its_ranks(tmp_path, monkeypatch):
             assemble.place_on_racks(job, made, world), racks
         ) < cross_rack_fraction(made, racks)
     assert assemble.place_on_racks(assemble.load({}), made, world) is made
-    # other ranks get the places of rank 0, and need none of its memory
+    # Other ranks receive the assignment from rank 0, and do not allocate its memory.
     expected = assemble.place_on_racks(job, made, world)
     assert set(depths) == {1}  # the others wait without a limit meanwhile
     world.rank = 3

@@ -10,7 +10,7 @@ import pytest
 
 from mpigossip.graphs import GraphError, graph
 from mpigossip.graphs import search as searching
-from mpigossip.graphs.annealing import CandidateGraph, Task, fill, random_move
+from mpigossip.graphs.annealing import CandidateGraph, SearchTask, fill, random_move
 from mpigossip.graphs.search import save, search, search_circulants
 from mpigossip.graphs.spectral import spectral_gap
 from mpigossip.graphs.user_graphs import from_file
@@ -18,7 +18,7 @@ from tests.cases import on_each
 
 
 def checked(result):
-    """The graph keeps its budgets, is connected, and is as good as it says."""
+    """Check that a graph is within its limits, is connected, and has the score of its result."""
     network = nx.Graph(list(result.edges))
     assert len(network) == result.n and nx.is_connected(network)
     assert len(network.edges) == len(result.edges) <= result.budget
@@ -133,7 +133,7 @@ def test_circulant_searches_that_are_rejected(options, message):
 @on_each("weights", ["laplacian", "metropolis-hastings", "max-degree"])
 def test_blocks_of_a_symmetric_plan_have_the_spectrum_of_the_whole(m, weights):
     rng = np.random.default_rng(m)
-    plan = CandidateGraph(Task(24, 5, 44, weights), m)
+    plan = CandidateGraph(SearchTask(24, 5, 44, weights), m)
     fill(plan, rng)
     for _ in range(200):
         move = random_move(plan, rng)
@@ -151,7 +151,7 @@ def test_blocks_of_a_symmetric_plan_have_the_spectrum_of_the_whole(m, weights):
 
 
 def test_a_move_that_breaks_a_budget_changes_nothing():
-    plan = CandidateGraph(Task(8, 3, 12, "laplacian"), 1)
+    plan = CandidateGraph(SearchTask(8, 3, 12, "laplacian"), 1)
     fill(plan, np.random.default_rng(0))
     before = sorted(plan.orbits)
     blocks = plan.blocks.copy()
@@ -175,7 +175,7 @@ def test_results_in_files(searched, tmp_path):
     assert local.n == 10 and "signed" not in local.facts
     with pytest.raises(GraphError, match="10 nodes, but 4"):
         graph(f"file:{path}", 4)
-    save(searched, path)  # over itself
+    save(searched, path)  # the file exists already
 
 
 def test_sequences_and_directed_graphs_in_files(tmp_path):

@@ -12,7 +12,7 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from mpigossip.graphs.annealing import CandidateGraph, Screen, Task
+from mpigossip.graphs.annealing import CandidateGraph, Screen, SearchTask
 from tests.cases import every, on_each
 
 SEARCHES = """
@@ -43,7 +43,7 @@ NEEDS = {
     "Zen": "avx2 fma",
     "SkylakeX": "avx512f avx512cd avx512bw avx512dq avx512vl",
 }
-"""Core types that OpenBLAS can be told to be, and what /proc/cpuinfo has to have for them."""
+"""Core types that OpenBLAS can be set to, and the flags of /proc/cpuinfo that each requires."""
 
 
 def flags():
@@ -55,7 +55,11 @@ def flags():
 
 @cache
 def searched(core=None, **more):
-    """Graphs, histories and a sample of bits, of a child process whose BLAS is of this type."""
+    """Search in a child process whose BLAS has a core type; return graphs, histories and bits.
+
+    :param core: core type of OpenBLAS; None: the type of this processor
+    :param more: further environment variables
+    """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS")}
     environment |= {"OPENBLAS_VERBOSE": "2", **more}
     if core:
@@ -84,7 +88,7 @@ def test_search_finds_the_same_graph_on_every_processor(core):
 
 
 def test_search_finds_the_same_graph_without_vector_instructions():
-    """Logarithms, exponentials and cosines of numpy and of the C library have other bits then."""
+    """Without them, logarithms, exponentials and cosines of NumPy and of the C library differ."""
     from numpy._core._multiarray_umath import __cpu_dispatch__
 
     plain = searched(
@@ -96,11 +100,11 @@ def test_search_finds_the_same_graph_without_vector_instructions():
 
 @pytest.mark.every
 def test_core_types_have_bits_of_their_own():
-    """Else the test by core types would compare one arithmetic with itself."""
+    """If they had equal bits, the test by core types would compare results with themselves."""
     able = [core for core, needs in NEEDS.items() if set(needs.split()) <= flags()]
     if len(able) < 2:
         pytest.skip("no two core types that this processor can be")
-    able.sort(key="Nehalem".__ne__)  # which ran already
+    able.sort(key="Nehalem".__ne__)  # the test above has already used this type
     assert any(searched(core)[2] != searched()[2] for core in able)
 
 
@@ -115,10 +119,10 @@ def test_core_types_have_bits_of_their_own():
     ids=["cycle", "bipartite", "in parts"],
 )
 def test_screening_does_not_hang_on_the_basis_of_an_eigenspace(network, weights):
-    """Renumbered nodes turn the eigenvectors of multiple eigenvalues, and have the same gains."""
+    """Other numbers of the nodes rotate the eigenvectors of multiple eigenvalues, not the gains."""
 
     def gain(places):
-        plan = CandidateGraph(Task(12, 11, 66, weights), 1)
+        plan = CandidateGraph(SearchTask(12, 11, 66, weights), 1)
         for i, j in network.edges:
             plan.add((min(places[i], places[j]), max(places[i], places[j]), 0))
         return Screen(plan).gain[np.ix_(places, places)]

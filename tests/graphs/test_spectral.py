@@ -83,14 +83,14 @@ PRIME = 2**31 - 1
 
 @functools.cache
 def residue_class(weight):
-    """A weight that is a fraction of small numbers, modulo PRIME."""
+    """Return a weight, which is a fraction of small integers, as an integer modulo PRIME."""
     fraction = Fraction(weight).limit_denominator(20_000)
     assert abs(fraction - Fraction(weight)) < 1e-14, weight
     return fraction.numerator * pow(fraction.denominator, -1, PRIME) % PRIME
 
 
 def exact_in_rationals(g, limit):
-    """The first round after which a vector is at its mean, in integers modulo a prime."""
+    """Return the number of rounds until a vector equals its mean, in integers modulo a prime."""
     if g.period == 1:
         w = g.matrix(0)
         return 1 if np.abs(w - 1 / g.n).max() < 1e-14 else None
@@ -110,8 +110,8 @@ def exact_in_rationals(g, limit):
     return None
 
 
-def test_exact_is_said_of_products_that_are():
-    """Every builder: against integers, as a residue that decays passes any threshold some time."""
+def test_only_exact_products_are_called_exact():
+    """Compare every builder with integers, because a decaying residue falls below any threshold."""
     cases = [(name, {}) for name in BUILDERS if name not in ("half-random", "erdos-renyi")]
     cases += [("p-peer-exponential", {"p": p}) for p in (1, 3, 4, 5)]
     cases += [("hyper-hypercube", {"p": p}) for p in (2, 4)]
@@ -127,7 +127,7 @@ def test_exact_is_said_of_products_that_are():
 
 @on_each("n", (8, 64, 256), (8, 64))
 def test_equidyn_contracts_by_about_a_half_at_eta_one_half(n):
-    """E‖·‖² over all a: .4375 at n = 8, .498 at n = 256; at η = 1 it fails, 1 − O(1/n)."""
+    """The factor of E‖x − x̄‖² is .4375 at n = 8 and .498 at n = 256; at η = 1, it is 1 − O(1/n)."""
     rng = np.arange(1, n)
     waves = np.exp(2j * np.pi / n * np.outer(np.arange(1, n), rng))
 
@@ -221,7 +221,7 @@ def test_vectors_per_round():
 
 @on_each("name", BUILDERS)
 @on_each("n", (1, 16))
-def test_everything_can_be_described(name, n):
+def test_every_graph_can_be_described(name, n):
     facts = th.describe(graph(name, n, seed=1))
     assert facts["n"] == n and facts["name"] == name
     assert 1 - 1e-9 <= facts["effective_neighbours"] <= n + 1e-9
@@ -271,7 +271,7 @@ print(time.process_time(), sorted({"scipy", "torch", "networkx"} & set(sys.modul
 
 
 def test_4096_nodes_are_described_without_dense_matrices_by_numpy_alone():
-    """They take about 3 s of computing; the eigenvalues of one dense matrix alone a minute."""
+    """This takes about 3 s; the eigenvalues of a single dense matrix would take a minute."""
     command = [sys.executable, "-c", LARGE]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
     seconds, _, modules = done.stdout.partition(" ")
@@ -288,6 +288,6 @@ def test_unreached_names_a_sender_and_a_node_that_it_never_reaches():
     follower = np.array([[1.0, 0.0], [0.5, 0.5]])  # node 1 receives from node 0 alone
     assert sp.unreached(graph(follower)) == (1, 0)
     assert sp.unreached(graph(follower[::-1, ::-1])) == (0, 1)
-    # edges of all rounds of a period count
+    # A message may travel along the edges of all rounds of a period.
     turned = pairs[np.ix_([1, 2, 3, 0], [1, 2, 3, 0])]
     assert sp.unreached(graph([pairs, turned])) is None

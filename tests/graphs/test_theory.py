@@ -31,7 +31,7 @@ def test_there_is_no_limit_without_a_period_or_beyond_the_stable_rate():
     centre = np.ones((8, 1))
     curvature = np.ones((8, 1))
     drawn = graph("one-peer-exponential", 8, order="uniform")
-    with pytest.raises(GraphError, match="needs a period"):
+    with pytest.raises(GraphError, match="graphs with a period"):
         theory.quadratic_limit(drawn, centre, curvature, 0.1)
     with pytest.raises(GraphError, match=r"lr = 2.5: D-PSGD diverges"):
         theory.quadratic_limit(graph("ring", 8), centre, curvature, 2.5)

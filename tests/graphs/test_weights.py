@@ -6,7 +6,7 @@ import pytest
 
 from mpigossip.graphs import WEIGHTS, GraphError, from_networkx, graph, reweighted
 from mpigossip.graphs import weights as rules
-from mpigossip.graphs.rounds import Circulant, Sparse
+from mpigossip.graphs.rounds import Circulant, SparseMatrix
 from mpigossip.graphs.spectral import spectral_gap
 from mpigossip.graphs.weights import laplacian_spectrum
 from tests.cases import on_each
@@ -59,7 +59,7 @@ def test_table_of_laplacian_and_metropolis_weights(name, network, r, best, local
     assert 1 - spectral_gap(g) == pytest.approx((1 - ratio) / (1 + ratio), abs=1e-12)
 
 
-def test_negative_weights_are_said_aloud():
+def test_negative_weights_are_reported():
     g = graph("star", 16, weights="laplacian")
     assert "signed" in g.facts and g.doubly_stochastic
     assert "SIGNED: the smallest weight is -0.7647" in repr(g)
@@ -73,11 +73,11 @@ def test_circulants_stay_circulant(name, rule):
     g = graph(name, 10, weights=rule)
     assert isinstance(g.round(0), Circulant)
     dense = from_networkx(nx.Graph(graph(name, 10).matrix(0)), rule)
-    assert isinstance(dense.round(0), Sparse)
+    assert isinstance(dense.round(0), SparseMatrix)
     assert np.allclose(g.matrix(0), dense.matrix(0), atol=1e-13)
 
 
-def test_sequences_are_weighed_round_by_round():
+def test_sequences_are_weighted_round_by_round():
     g = graph("base-2", 6)
     mixed = reweighted(g, "metropolis-hastings")
     assert mixed.period == g.period
@@ -88,7 +88,7 @@ def test_sequences_are_weighed_round_by_round():
 
 
 @on_each("rule", ["max-degree", "metropolis-hastings", "laplacian", "fmmc", "fdla"])
-def test_directed_edges_are_refused_where_a_rule_cannot_bear_them(rule):
+def test_directed_edges_are_rejected_by_rules_for_undirected_ones(rule):
     with pytest.raises(GraphError, match=f'"{rule}" need undirected edges'):
         graph("exponential", 9, weights=rule)
     with pytest.raises(GraphError, match="directed"):

@@ -34,7 +34,12 @@ class Faults:
     """Faults of one member's disk: one at a time, with some hundred operations in between."""
 
     def __init__(self, seed: float, lease_s: float, rate: float = 0.01):
-        """``rate``: probability with which an operation begins a fault."""
+        """Prepare the faults of one member.
+
+        :param seed: seed of the random numbers
+        :param lease_s: lease in seconds, the unit of the durations of faults
+        :param rate: probability with which an operation begins a fault
+        """
         self.chance = random.Random(seed)
         self.lease_s = lease_s
         self.rate = rate
@@ -85,7 +90,7 @@ def is_new(path: str) -> bool:
 
 
 here = threading.local()
-"""``faults``: the faults of the member whose disk this thread has used last."""
+"""Thread-local storage: ``faults`` are those of the member whose disk the thread used last."""
 
 
 def _wrap(function, operation):

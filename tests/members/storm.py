@@ -2,19 +2,22 @@
 
 import contextlib
 import errno
+import queue
 import random
 import threading
 import time
-from collections import Counter
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from mpigossip.members.live import FolderExchange, StopRequested
+from mpigossip.members.live import FolderExchange, OneRank, StopRequested
 from mpigossip.members.outages import FolderUnreachable
+from mpigossip.members.parts import Part
 from mpigossip.members.place import FOLDERS, Place, TrainingPlan
 from mpigossip.members.records import RecordStore
+from mpigossip.runs.members.ranks import COUNTERS, Outcome
 from mpigossip.runs.members.replay import ReplayLog, repeat
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
@@ -22,7 +25,7 @@ from tests.members.faults import Faults, here, injected
 
 
 class Killed(BaseException):
-    """The member's process is killed."""
+    """Exception that stands for the kill of a member's process."""
 
 
 @dataclass
@@ -79,15 +82,21 @@ def state(x: np.ndarray, index: int) -> NodeState:
 
 
 class Tiny:
-    """x ← x + sin(chunk + parameter), then the mean with a peer, in float32."""
+    """Member with a model of four numbers: x ← x + sin(chunk + parameter), in float32.
 
-    def __init__(self, sleep=lambda: None):
-        self.x = np.zeros(4, np.float32)
+    After each chunk, x is averaged with the model of a peer. The attribute ``part`` is the part of
+    the model that this rank trains; None: the whole model.
+    """
+
+    def __init__(self, sleep=lambda: None, part: Part | None = None):
         self.index = 0
         self.sleep = sleep
+        self.part = part
+        self.own = slice(part.first, part.first + part.count) if part else slice(0, 4)
+        self.x = np.zeros(4, np.float32)[self.own]
 
     def begin(self, states) -> None:
-        self.x = np.zeros(4, np.float32)
+        self.x = np.zeros(4, np.float32)[self.own]
         for state in states:
             self.x += state.parameters / np.float32(len(states))
 
@@ -107,14 +116,100 @@ class Tiny:
             for chunk in range(work[0], work[0] + exchange.chunks):
                 self.sleep()
                 step = np.sin(np.float32(chunk) + np.arange(4, dtype=np.float32))
-                self.x = self.x + step.astype(np.float32) / np.float32(1 + work[1])
+                self.x = self.x + step.astype(np.float32)[self.own] / np.float32(1 + work[1])
             self.index += 1
-            exchange.send(state(self.x.copy(), self.index))
+            saved = state(self.x.copy(), self.index)
+            if self.part:
+                saved = replace(saved, shapes=((4,),), slot=self.part.rank)
+            exchange.send(saved)
             self.meet(exchange)
 
 
+class ThreadRanks(OneRank):
+    """Ranks of a member that are threads of this process; if one is killed, all are."""
+
+    def __init__(self, part: Part, queues: dict, dead: threading.Event):
+        self.rank = part.rank
+        self.part = part
+        self.queues = queues
+        self.dead = dead
+
+    def put(self, name: str, rank: int, value) -> None:
+        self.queues[name, rank].put(value)
+
+    def get(self, name: str, rank: int):
+        while not self.dead.is_set():
+            with contextlib.suppress(queue.Empty):
+                return self.queues[name, rank].get(timeout=0.02)
+        raise Killed
+
+    def decide(self, work, place, read):
+        if self.rank:
+            while not isinstance(message := self.get("decision", self.rank), Outcome):
+                self.put("answer", self.rank, read(message))
+            for name, value in message.counters.items():
+                setattr(place, name, value)
+            if message.error is not None:
+                raise message.error
+            return message.result
+        result = error = None
+        try:
+            result = work()
+        except Exception as raised:  # noqa: BLE001
+            error = raised
+        counters = {k: getattr(place, k) for k in COUNTERS} if place.number >= 0 else {}
+        for rank in range(1, self.part.ranks):
+            self.put("decision", rank, Outcome(result, error, counters))
+        if error is not None:
+            raise error
+        return result
+
+    def ask(self, command, read):
+        others = range(1, self.part.ranks)
+        for rank in others:
+            self.put("decision", rank, command)
+        return [read(command), *(self.get("answer", rank) for rank in others)]
+
+    def collect(self, value):
+        if self.rank:
+            self.put("shard", self.rank, value)
+            return []
+        return [value, *(self.get("shard", rank) for rank in range(1, self.part.ranks))]
+
+
+def member_of_ranks(disks: list[RecordStore], plan: TrainingPlan, **how) -> str:
+    """Run a member with a rank, which is a thread, for each disk; return how it ended."""
+    count = len(disks)
+    each = 4 // count
+    dead = threading.Event()
+    queues: dict = defaultdict(queue.SimpleQueue)
+    for rank in range(1, count):  # not in several threads
+        for name in ("decision", "answer", "shard"):
+            queues[name, rank]
+    ends: dict[int, str] = {}
+
+    def work(rank: int) -> None:
+        part = Part(rank, count, count, rank * each, each)
+        ranks = ThreadRanks(part, queues, dead)
+        ends[rank] = member(disks[rank], plan, **how, ranks=ranks)
+        if ends[rank] == "killed":
+            dead.set()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return "killed" if dead.is_set() else ends[0]
+
+
 def member(
-    disk: RecordStore, plan: TrainingPlan, stop=lambda: False, sleep=lambda: None, clock=0.0
+    disk: RecordStore,
+    plan: TrainingPlan,
+    stop=lambda: False,
+    sleep=lambda: None,
+    clock=0.0,
+    ranks: OneRank | None = None,
 ) -> str:
     """Run a member; return "end", "killed", "left", "queued", "failed" or "traceback"."""
     place = Place(
@@ -124,10 +219,10 @@ def member(
         chance=disk.chance,
         report=lambda line: None,
     )
-    live = FolderExchange(place, stop, 0.01)
+    live = FolderExchange(place, stop, 0.01, ranks)
     try:
-        while not place.ended():
-            tiny = Tiny(sleep)
+        while not live.ended():
+            tiny = Tiny(sleep, live.ranks.part)
             with live.stay():
                 tiny.begin(live.begin({}))
                 tiny.train(live)
@@ -147,6 +242,10 @@ def member(
         live.close()
 
 
+def member_of_one(disks: list[RecordStore], plan: TrainingPlan, **how) -> str:
+    return member(disks[0], plan, **how)
+
+
 def chunks_of(root: Path, plan: TrainingPlan) -> Counter:
     """Count the published rounds of each chunk."""
     script = ReplayLog(Place(RecordStore(root, shared=True), plan, report=lambda line: None))
@@ -157,9 +256,13 @@ def chunks_of(root: Path, plan: TrainingPlan) -> Counter:
     )
 
 
-def replay(root: Path, plan: TrainingPlan) -> int:
-    """Repeat all rounds and return the number of chunks; raise ReplayMismatch if one differs."""
-    script = ReplayLog(Place(RecordStore(root, shared=True), plan, report=lambda line: None))
+def replay(root: Path, plan: TrainingPlan, ranks: int = 1) -> int:
+    """Repeat all rounds; return their number.
+
+    :raises ReplayMismatch: if the model of a round differs from its record
+    """
+    reader = Place(RecordStore(root, shared=True), plan, report=lambda line: None)
+    script = ReplayLog(reader, ranks)
     repeat(script, script.rounds, Tiny())
     return sum(record.chunks for record in script.rounds.values())
 
@@ -173,30 +276,37 @@ def storm(
     slow=0.05,
     rate=0.0,
     longest=1,
+    ranks=1,
+    mounts=(),
     **ills,
 ):
     """Run members that join, leave, are killed and return, until the training has ended.
 
     ``slow``: fraction of rounds that take longer than the lease. ``rate``: fraction of operations
     that begin a fault, see `Faults`. ``longest``: largest number of chunks in a round; if it is
-    greater than 1, members have different speeds. Return how the
-    members ended, and how often each operation failed.
+    greater than 1, members have different speeds. ``ranks``: number of ranks of each member.
+    ``mounts``: other paths of the same folder, which members use in turn; default: ``root``.
+
+    Return how the members ended, and how often each operation failed.
     """
     begin(root)
     chance = random.Random(seed)
-    plan = TrainingPlan(chunks, 4, lease_s, longest)
+    plan = TrainingPlan(chunks, 4, lease_s, longest=longest)
     ends: Counter = Counter()
     done = threading.Event()
 
-    def work(seed: int) -> None:
+    def work(seed: int, root: Path) -> None:
         draw = random.Random(seed)
         speed = draw.choice((1, 2, 4)) if longest > 1 else 1
         while not done.is_set():
             kill = draw.randint(5, 400) if draw.random() < 0.8 else 1 << 60
             faults = Faults(draw.random(), lease_s, rate) if rate else None
-            disk = Bad(root, draw, kill_at=kill, faults=faults, **ills)
-            how = member(
-                disk,
+            disks = [Bad(root, draw, kill_at=kill, faults=faults, **ills)]
+            for _ in range(1, ranks):  # ranks that only read and write models
+                kill = draw.randint(5, 60) if draw.random() < 0.3 else 1 << 60
+                disks.append(Bad(root, random.Random(draw.random()), kill_at=kill, **ills))
+            how = (member_of_ranks if ranks > 1 else member_of_one)(
+                disks,
                 plan,
                 stop=lambda: draw.random() < 0.02,
                 sleep=lambda: time.sleep(draw.random() * 0.01 * speed + (draw.random() < slow)),
@@ -207,7 +317,11 @@ def storm(
             if how == "end" or ends["failed"] > 500:  # no model is left that can be read
                 done.set()
 
-    threads = [threading.Thread(target=work, args=(chance.random(),)) for _ in range(members)]
+    roots = mounts or [root]
+    threads = [
+        threading.Thread(target=work, args=(chance.random(), roots[k % len(roots)]))
+        for k in range(members)
+    ]
     with injected() if rate else contextlib.nullcontext():
         for thread in threads:
             thread.start()

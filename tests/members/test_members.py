@@ -3,6 +3,7 @@
 import contextlib
 import random
 import threading
+import time
 from pathlib import Path
 
 import h5py
@@ -39,7 +40,7 @@ STORM = TrainingPlan(120, 4, 0.3)
 
 
 def right(root, plan) -> bool:
-    """Every chunk is in exactly one published round, and all rounds can be repeated."""
+    """Return whether each chunk is in exactly one published round, and replay repeats them all."""
     counts = chunks_of(root, plan)
     once = all(counts[chunk] == 1 for chunk in range(plan.chunks))
     return once and replay(root, plan) == plan.chunks
@@ -274,7 +275,7 @@ def test_a_round_whose_model_could_not_be_written_is_closed_by_its_own_name(tmp_
 
 
 def test_a_member_without_a_readable_model_leaves_a_complete_chain(tmp_path):
-    """It has a place but no first record, so its chain is only the closing record."""
+    """The member has a place but no first record, so its chain is only the closing record."""
     begin(root := tmp_path / "run")
     plan = TrainingPlan(8, 2, 60.0)
     assert member(Bad(root, random.Random(1), kill_at=60), plan) == "killed"
@@ -362,3 +363,25 @@ def chunks_of_readable(root, plan):
             if isinstance(record, Round):
                 counts[record.chunk] = counts.get(record.chunk, 0) + 1
     return counts
+
+
+def test_a_member_with_a_stale_listing_waits_for_the_models_that_replaced_those_it_sees(tmp_path):
+    """The models that a client listed before it was cut off have been removed meanwhile."""
+    begin(root := tmp_path / "run")
+    plan = TrainingPlan(400, 4, 20.0)
+    disk = Bad(root, random.Random(1))
+    assert member(Bad(root, random.Random(1), kill_at=60), plan) == "killed"
+    place = Place(disk, plan, report=lambda line: None)
+    live = FolderExchange(place, lambda: False, 0.01)
+    newest = place.beginnings()
+    stale = place.before(newest)
+    for path in (root / "models").iterdir():
+        if path.name != newest[0].file:
+            path.unlink()
+    began = time.monotonic()
+    late = 0.2
+    assert (
+        live._current(lambda: stale if time.monotonic() < began + late else newest, 8)[0] == newest
+    )
+    assert time.monotonic() > began + late
+    live.close()

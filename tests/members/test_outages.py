@@ -295,7 +295,7 @@ def test_a_newest_record_that_can_not_be_read_advances_nothing(tmp_path, monkeyp
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, every(errno.ENOTCONN)])
 @pytest.mark.parametrize("name", ["ledger/0000/00000?.0", "chain/000000/000001"])
 def test_no_claim_is_void_because_a_name_can_not_be_read(tmp_path, monkeypatch, number, name):
-    """Neither by a claim that can't be read, nor by a first round."""
+    """A claim or a first round that can't be read does not make the claim void."""
     begin(root := tmp_path / "run")
     trained(root, 2, TrainingPlan(9, 3, 60.0))
     (claim,) = (root / "ledger/0000").glob("*.0")

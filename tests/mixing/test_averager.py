@@ -14,7 +14,7 @@ from mpigossip.config import JobError
 from mpigossip.graphs import GraphError
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.simulated import Simulated
-from tests.cases import some, with_world
+from tests.cases import catching, some, with_world
 from tests.launch import REPO
 
 SHAPE = (3, 5, 2)
@@ -61,7 +61,7 @@ def averages(world, name, dtype, kind, same_host, rounds=None):
     ),
 )
 def test_every_graph_has_its_closed_form(ranks, n, same_host):
-    """The result is W(t)…W(0) x, which is the exact mean if the product is 11ᵀ/n."""
+    """The result must be W(t)…W(0) x, which is the exact mean if the product is 11ᵀ/n."""
     exact = set()
     for index, (name, graph) in enumerate(graphs_over(n)):
         dtype = ("float64", "float32")[index % 3 == 2]
@@ -147,19 +147,13 @@ def test_start_and_finish_with_any_memory_order(ranks):
 
 @with_world
 def mistaken(world):
-    """Return the message of each mistake."""
+    """Make wrong calls; return the error message of each."""
     x = np.zeros(4)
-    messages = []
-
-    def catch(act, *arguments, **options):
-        with pytest.raises(JobError) as caught:
-            act(*arguments, **options)
-        messages.append(str(caught.value))
-
+    messages, catch = catching(JobError)
     make = mpigossip.Averager
     catch(make, world, "ring", like=[1.0])
-    catch(make, world, "ring", like=np.zeros(4, int))
-    catch(make, world, "ring", like=torch.zeros(4, dtype=torch.bfloat16))
+    catch(make, world, "ring", like=np.zeros(4, bool))
+    catch(make, world, "ring", like=torch.zeros(4, dtype=torch.complex64))
     catch(make, world, "ring", like=x.astype(">f8"))
     catch(make, world, "ring", like=x, same_host="shared")
     catch(make, world, "rong", like=x)
@@ -199,8 +193,8 @@ def mistaken(world):
 def test_mistakes_raise_messages_on_every_rank(ranks):
     expected = [
         "like is a list: must be a dense numpy array",
-        "like is int64 of shape (4,) (ndarray)",
-        "like is torch.bfloat16 of shape (4,) (Tensor, torch.strided on cpu)",
+        "like is bool of shape (4,) (ndarray)",
+        "like is torch.complex64 of shape (4,) (Tensor, torch.strided on cpu)",
         "like is >f8 of shape (4,) (ndarray)",
         'same_host = "shared": give "read" or "put"',
         'graph "rong" is unknown; did you mean "ring"?',
@@ -279,3 +273,52 @@ def test_masked_arrays_are_rejected():
         averager = mpigossip.Averager(world, "ring", like=np.ones(3))
         with pytest.raises(JobError, match=r"average: .*\(MaskedArray\)"):
             averager.average(masked)
+
+
+@with_world
+def exchanged(world, dtype, kind):
+    """Return what each neighbour sent, a sum with given weights, and the sum over all nodes."""
+    x = np.random.default_rng([3, world.rank]).integers(0, 5, SHAPE).astype(dtype)
+    x = torch.from_numpy(x) if kind == "torch" else x
+    if dtype == "float16" and kind == "torch":
+        x = x.bfloat16()
+    with mpigossip.Averager(world, "ring", like=x) as averager:
+        received = averager.exchange(x)
+        weights = {world.rank: 2, **dict.fromkeys(received, 3)}
+        summed = averager.average(x, weights=weights)
+        assert averager.round == 2 and summed.dtype == x.dtype
+        with pytest.raises(JobError, match="average: weights has rank 99"):
+            averager.average(x, weights={99: 1})
+        if dtype == "float16":
+            result = averager.average(x), averager.mean(x)
+            assert result[0].dtype == result[1].dtype == x.dtype
+            with pytest.raises(JobError, match="sum: adds integers"):
+                averager.sum(x)
+        else:
+            result = (averager.sum(x),)
+            with pytest.raises(JobError, match="average: .* integers have no average"):
+                averager.average(x)
+            with pytest.raises(JobError, match="weight of rank 0 is 0.5, but"):
+                averager.average(x, weights={0: 0.5})
+    with pytest.raises(JobError, match="exchange: this Averager is closed"):
+        averager.exchange(x)
+    arrays = [*received.values(), summed, *result]
+    return list(received), [np.array(torch.as_tensor(a).double()) for a in arrays]
+
+
+@pytest.mark.both
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", ["int64", "int8", "uint8", "float16"])
+def test_neighbours_arrays_given_weights_and_small_types(ranks, dtype, kind):
+    n = 3
+    x = np.stack([np.random.default_rng([3, r]).integers(0, 5, SHAPE) for r in range(n)])
+    for rank, (sources, arrays) in enumerate(ranks(n)(exchanged, dtype, kind)):
+        assert sorted(sources) == [j for j in range(n) if j != rank]
+        for j, array in zip(sources, arrays, strict=False):
+            assert (array == x[j]).all()
+        assert (arrays[2] == 2 * x[rank] + 3 * (x.sum(0) - x[rank])).all()
+        if dtype == "float16":
+            assert np.abs(arrays[3] - x.mean(0)).max() < 2**-6
+            assert np.abs(arrays[4] - x.mean(0)).max() < 2**-6
+        else:
+            assert (arrays[3] == x.sum(0)).all()

@@ -11,8 +11,8 @@ from mpigossip import mixing
 from mpigossip.cluster.ranks import SingleProcess
 from mpigossip.graphs import graph
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
-from mpigossip.mixing.compressors import wire
 from mpigossip.mixing.delayed import OLDEST, Faults
+from mpigossip.mixing.lossy_wires import wire
 from mpigossip.training import assemble, costs
 from tests.cases import on_each, with_world
 
@@ -60,7 +60,7 @@ def allocated(mixer):
 
 @with_world
 def opened(world, asked, survives, name, wire_name, averages, **options):
-    """Return whether mixer and class state the same bytes, these, and the bytes in use."""
+    """Open a mixer; return whether it and its class give equal bytes, these, and bytes in use."""
     network = graph(name, world.size)
     layout = layout_of(wire_name)
     world.survives = survives

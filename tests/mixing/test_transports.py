@@ -174,17 +174,17 @@ def test_a_small_message_is_one_chunk():
 
 
 def in_pieces(comm):
-    from mpigossip.mixing import averages
+    from mpigossip.mixing import exact_average
     from mpigossip.mixing.transports.messages import Messages
 
-    (original, averages.CUT), raw, sizes = (averages.CUT, 1000), averages.raw, []
-    averages.raw = lambda memory: sizes.append(memory.numel()) or raw(memory)
+    (original, exact_average.CUT), raw, sizes = (exact_average.CUT, 1000), exact_average.raw, []
+    exact_average.raw = lambda memory: sizes.append(memory.numel()) or raw(memory)
     keys = [(j, slot) for j in range(comm.size) if j != comm.rank for slot in range(2)]
     into = {key: torch.zeros(1500) for key in keys}
     out = {(j, slot): torch.full((1500,), 10.0 * comm.rank + slot) for j, slot in keys}
-    averages.swap_by_messages(comm, 20, out, into)
-    averages.CUT = original
-    averages.raw = raw
+    exact_average.swap_by_messages(comm, 20, out, into)
+    exact_average.CUT = original
+    exact_average.raw = raw
     transport = Messages.__new__(Messages)
     transport._receives = {(0, 0): [False, True]}  # a complete and an open request
     problems = [key for key, got in into.items() if not bool((got == 10 * key[0] + key[1]).all())]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mpigossip.graphs import graph
-from mpigossip.mixing import compressors, plan
+from mpigossip.mixing import lossy_wires, plan
 from mpigossip.mixing import wire as wires
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.combine import weighted_sum
@@ -48,12 +48,14 @@ def test_sums_can_be_written_into_a_given_array(ranks, n, same_host):
 
 def on_two_hosts(comm):
     """Compare ranks that read memory in pairs only, as on hosts of two ranks each."""
-    from mpigossip.mixing import host, synchronous
+    from mpigossip.mixing import host_memory, synchronous
 
     def share_in_pairs(comm, nbytes, timeout_s):
         on_host = comm.Split(comm.rank // 2)
         try:
-            return host.SharedOutboxes(on_host, on_host.allgather(comm.rank), nbytes, timeout_s)
+            return host_memory.SharedOutboxes(
+                on_host, on_host.allgather(comm.rank), nbytes, timeout_s
+            )
         finally:
             on_host.Free()
 
@@ -82,7 +84,7 @@ def lossy_by_pieces(comm, name):
     chunk = plan.CHUNK
     plan.CHUNK = wires.CHUNK = 4096
     try:
-        wire = compressors.wire(name, density=0.1)
+        wire = lossy_wires.wire(name, density=0.1)
         layout = MessageLayout((9216, 9216), vectors=2, scalars=1, wire=wire)
         return compare(comm, ["exponential", "random-matching"], "put", 12, layout=layout)
     finally:
@@ -100,7 +102,7 @@ def test_encoded_messages_are_sent_and_summed_in_chunks(ranks, name):
 def test_chunks_hold_every_column_once_and_every_byte_in_order(wire, size, monkeypatch):
     for module in (plan, wires):
         monkeypatch.setattr(module, "CHUNK", 4096)
-    layout = MessageLayout((9216,) * 2, vectors=2, scalars=1, wire=compressors.wire(wire))
+    layout = MessageLayout((9216,) * 2, vectors=2, scalars=1, wire=lossy_wires.wire(wire))
     chunks = plan.chunks(layout, size)
     ends = [chunk.span.stop for chunk in chunks]
     assert [chunk.span.start for chunk in chunks] == [0, *ends[:-1]]

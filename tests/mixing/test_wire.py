@@ -10,7 +10,7 @@ from mpigossip import graph
 from mpigossip.graphs import from_matrices
 from mpigossip.mixing import wire as wires
 from mpigossip.mixing.base import ExchangeKind, MessageLayout, bytes_per_exchange
-from mpigossip.mixing.compressors import wire
+from mpigossip.mixing.lossy_wires import wire
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.mixing.wire import BUCKET, decode, encode
 from tests.cases import on_each, with_world
@@ -89,7 +89,7 @@ def test_bytes_of_a_bucket(name, nbytes):
     assert made(name).nbytes(8 * BUCKET) == 8 * nbytes
     _, codes = message(made(name))
     assert len(codes) == 4 * nbytes
-    with pytest.raises(ValueError, match="700 columns"):
+    with pytest.raises(ValueError, match="700 elements"):
         made(name).nbytes(700)
 
 
@@ -279,7 +279,7 @@ def test_bytes_are_counted_as_sent():
     assert bytes_per_exchange(ring, ExchangeKind.GLOBAL, 0, 0, 400) == 700
     # encoded messages to all others
     assert bytes_per_exchange(ring, ExchangeKind.GLOBAL, 0, 0, 50, 400) == 350
-    # a sum of decoded values costs less
+    # Sending the sum of decoded values takes fewer bytes here.
     assert bytes_per_exchange(ring, ExchangeKind.GLOBAL, 0, 0, 200, 400) == 700
     layout = MessageLayout((1024,), wire=made("qsgd"))
     mixer = Simulated(ring, layout)

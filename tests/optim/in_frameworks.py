@@ -1,6 +1,7 @@
-"""A program for ranks that compares steps of Accelerate and Lightning with torch alone.
+"""Program for MPI ranks that compares steps made by Accelerate and Lightning with steps of torch.
 
-Prints a line a check and rank: its name, and whether parameters have the same bits.
+It prints one line for each check and rank: the name of the check, and whether the parameters are
+bitwise identical.
 """
 
 import warnings
@@ -42,7 +43,7 @@ def scaler():
 
 
 def batches(rank):
-    """Return inputs; the third one of rank 1 overflows float16 when its loss is scaled."""
+    """Return a rank's inputs; with the third input of rank 1, the scaled loss overflows float16."""
     draw = torch.Generator().manual_seed(rank)
     samples = [torch.randn(8, 4, generator=draw) for _ in range(STEPS)]
     if rank == 1:
@@ -51,7 +52,7 @@ def batches(rank):
 
 
 def plain(world, clip=None, scaling=None, dtype=None):
-    """Train by torch alone."""
+    """Train without a framework."""
     model, optimizer = made(world)
     for batch in batches(world.rank):
         optimizer.zero_grad()

@@ -1,7 +1,8 @@
-"""Models sharded by FSDP2 or wrapped by DDP inside nodes of several ranks, and their reference.
+"""Training of nodes of several ranks, with FSDP2 or DDP inside a node, and its reference.
 
-The reference is one process: n full models, each with its own optimizer and the mean gradient of
-its node's batches, mixed by the graph's W(t) in the simulator.
+The reference runs in one process. It has n full models, each with its own optimizer and with the
+mean gradient of the batches of its node. The simulator averages these models with the mixing
+matrices W(t) of the graph.
 """
 
 from typing import NamedTuple
@@ -16,12 +17,12 @@ VOCABULARY = 51
 CONTEXT = 12
 WIDTH = 20
 BATCH = 4
-"""Vocabulary size that 2 and 3 don't divide, and width that 3 doesn't divide."""
+"""Sizes of the model: 2 and 3 do not divide the vocabulary size, 3 does not divide the width."""
 SGD = ("dmsgd", "qg-dmsgd", "decentlam", "detag", "defacto")
 
 
 class Case(NamedTuple):
-    """Description of a training, equal on all ranks."""
+    """Settings of a training, which are equal on all ranks."""
 
     algorithm: str = "dsgd"
     options: tuple[tuple[str, object], ...] = ()
@@ -30,7 +31,7 @@ class Case(NamedTuple):
     compiled: bool = False
     bf16: bool = False
     copies: bool = False
-    """Pretend that torch's memory layout is unknown."""
+    """True: hide the private attributes of FSDP2, so that the flat parameters are copies."""
     ddp: bool = False
     device: str = "cpu"
 
@@ -42,7 +43,8 @@ class Block(nn.Module):
         super().__init__()
         self.before = nn.LayerNorm(WIDTH)
         self.between = nn.LayerNorm(WIDTH)
-        # a bias of keys has no gradient but rounding, of which AdamW makes steps
+        # The gradient of a bias of keys is 0 up to rounding errors. AdamW would divide these by
+        # their own size, so that differences between two trainings would grow.
         self.attend = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.project = nn.Linear(WIDTH, WIDTH)
         self.wide = nn.Linear(WIDTH, 4 * WIDTH)
@@ -94,8 +96,8 @@ def optimizer_of(model: nn.Module, algorithm: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=3e-3)
 
 
-def wrapped(world, model: nn.Module, case: Case) -> nn.Module:
-    """Return the model as the ranks of its node have it."""
+def wrap_model(world, model: nn.Module, case: Case) -> nn.Module:
+    """Return the model in DDP or sharded by FSDP2, as the ranks of its node train it."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if case.ddp:
@@ -116,22 +118,22 @@ def whole(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in full])
 
 
-def trained(world, case: Case, per: int) -> torch.Tensor:
-    """Return this node's parameters after the steps."""
+def train_nodes(world, case: Case, per: int) -> torch.Tensor:
+    """Train on nodes of ``per`` ranks, and return the parameters of this node, (P,)."""
     from mpigossip.engine import sharded
     from mpigossip.optim.gossip import Gossip
 
     node = world.nodes.inter_node.rank
     place = world.nodes.local_rank
-    known = sharded.insides
+    known = sharded.fsdp_records
     if case.copies:
-        sharded.insides = lambda model: {}
+        sharded.fsdp_records = lambda model: {}
     device = torch.device(case.device, world.rank if case.device == "cuda" else None)
     if case.device == "cuda":
         torch.cuda.set_device(device)
     model = GPT(node).to(device)
-    model.head.weight = model.tokens.weight  # on the double .to() makes new parameters
-    made = wrapped(world, model, case)
+    model.head.weight = model.tokens.weight  # `.to()` of the simulated GPU separates tied weights
+    made = wrap_model(world, model, case)
     optimizer = Gossip(
         world, made, optimizer_of(model, case.algorithm), case.algorithm, **dict(case.options)
     )
@@ -145,22 +147,22 @@ def trained(world, case: Case, per: int) -> torch.Tensor:
         assert optimizer.vector.copies is case.copies
     result = whole(model)
     optimizer.close()
-    sharded.insides = known
+    sharded.fsdp_records = known
     return result
 
 
 @with_world(timeout_s=60)
-def on_ranks(world, cases: list[Case], per: int):
-    """Return the node and its parameters for each case; called on every rank."""
+def train_cases(world, cases: list[Case], per: int):
+    """Return the index of this node, and its parameters after each case; call it on every rank."""
     world.group_into_nodes(per)
-    results = [trained(world, case, per).cpu().numpy() for case in cases]
+    results = [train_nodes(world, case, per).cpu().numpy() for case in cases]
     return world.nodes.inter_node.rank, results
 
 
 def simulated(job, graph, models, optimizers, steps: int, backward) -> None:
-    """Train the nodes' models by the engine, over rows and the simulator's mixer.
+    """Train the models of all nodes in this process, by the engine and the simulator's mixer.
 
-    ``backward(model, node, step)`` leaves a node's gradient.
+    The function ``backward(model, node, step)`` computes the gradients of a node.
     """
     from mpigossip.algorithms import takes_local
     from mpigossip.cluster.ranks import SingleProcess
@@ -173,7 +175,7 @@ def simulated(job, graph, models, optimizers, steps: int, backward) -> None:
     local = local_step_from_optimizers(vector, optimizers)
     parts = make_parts(job, graph, vector.flat, devices=("cpu",), local=local)
     with torch.no_grad():
-        vector.x[0][1:] = vector.x[0][:1]  # all begin with node 0's model
+        vector.x[0][1:] = vector.x[0][:1]  # all nodes begin with the model of node 0
     engine = parts.make_engine(parts.open_mixer(SingleProcess()), Single(), vector, 0)
     decayed = () if takes_local(job.algorithm.name) else optimizers
     for step in range(steps):
@@ -188,8 +190,13 @@ def simulated(job, graph, models, optimizers, steps: int, backward) -> None:
             engine.step(optimizers[0].param_groups[0]["lr"])
 
 
-def mixed(n: int, per: int, case: Case) -> torch.Tensor:
-    """Compute the reference, of shape (n, parameters)."""
+def reference_parameters(n: int, per: int, case: Case) -> torch.Tensor:
+    """Return the parameters of all nodes after the training of the reference, (n, P).
+
+    :param n: number of nodes
+    :param per: number of ranks per node, whose batches are averaged
+    :param case: settings of the training
+    """
     from mpigossip.training import assemble
     from mpigossip.training.parts import make_graph
 
@@ -218,7 +225,11 @@ def mixed(n: int, per: int, case: Case) -> torch.Tensor:
 
 
 def clip(model: nn.Module, most: float, per: int) -> None:
-    """Clip as torch does, which computes a parameter's norm from the norms of its shards."""
+    """Clip the gradients of a full model as torch clips the gradients of a sharded model.
+
+    For a sharded parameter, torch computes the norm from the norms of the shards, which is rounded
+    differently.
+    """
     parameters = list(model.parameters())
     norms = [
         sum(torch.linalg.vector_norm(piece).pow(2) for piece in p.grad.chunk(per)).pow(0.5)
@@ -229,7 +240,7 @@ def clip(model: nn.Module, most: float, per: int) -> None:
 
 
 def _gradient(model: GPT, node: int, per: int, step: int, bf16: bool) -> None:
-    """Return the mean gradient of the node's batches, summed in the order of its slots."""
+    """Add the mean gradient of a node's batches to ``.grad``, summed in the order of its slots."""
     for slot in range(per):
         inputs, targets = batch(node, slot, step)
         if not bf16:

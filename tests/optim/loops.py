@@ -14,7 +14,7 @@ import mpigossip
 from mpigossip.cluster.ranks import World
 from tests import survivors
 from tests.cases import with_world
-from tests.optim.in_node import GPT, Case, batch, optimizer_of, whole, wrapped
+from tests.optim.in_node import GPT, Case, batch, optimizer_of, whole, wrap_model
 
 NODES = 2
 PER = 2
@@ -168,7 +168,7 @@ def train_sharded(world, folder, per, steps, ddp=False, save=False):
     """Train on nodes of ``per`` ranks; return the step resumed from and the final parameters."""
     world.group_into_nodes(per)
     model = GPT(world.nodes.inter_node.rank)
-    wrapped_model = model if ddp and per == 1 else wrapped(world, model, Case(ddp=ddp))
+    wrapped_model = model if ddp and per == 1 else wrap_model(world, model, Case(ddp=ddp))
     optimizer = mpigossip.Gossip(
         world,
         wrapped_model,

@@ -24,7 +24,7 @@ def test_a_snapshot_restores_parameters_and_buffers_any_number_of_times():
                 tensor.add_(1)
         saved.restore()
         assert all(map(torch.equal, _values(twin), before))
-    assert len(published) == 2  # the twin may share parameters with the model
+    assert len(published) == 2  # A twin may share parameters with the model.
 
 
 def test_a_snapshot_of_the_model_holds_its_flat_parameters():

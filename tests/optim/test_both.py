@@ -1,4 +1,4 @@
-"""The quickstart's job as a job file and as a custom loop around SGD."""
+"""Training of the quickstart as a job and as a custom loop around SGD: both have one digest."""
 
 import hashlib
 from pathlib import Path
@@ -15,29 +15,46 @@ from tests.cases import with_world
 JOB = Path(__file__).parents[2] / "jobs/digits.toml"
 
 
-LATE = {"cadence": "every", "period": 6, "fragments": 3, "delay": 2, "blend": 0.7}
+MORE = {
+    "": {},
+    "late": {"cadence": "every", "period": 6, "fragments": 3, "delay": 2, "blend": 0.7},
+    "blended": {"blend": 0.2, "blend_end": 0.9, "blend_shape": "cosine"},
+    "averaged": {"average_state": {"momentum_buffer": 3}},
+}
+"""Options of `Gossip` by name."""
 
 
-def job(name, steps, late):
+def job(name, steps, more):
     settings = [f"algorithm.name={name}", "node.devices=cpu:1", f"run.steps={steps}"]
-    settings += ["local.name=none"] + ["algorithm.style=atc"] * (name == "dsgd")
-    if late:
-        settings += ["cadence.name=every", "cadence.period=6", "cadence.fragments=3"]
-        settings += ["cadence.delay=2", "algorithm.blend=0.7"]
+    settings += ["algorithm.style=atc"] * (name == "dsgd")
+    if more == "averaged":
+        return assemble.load(
+            JOB, [*settings, "local.name=momentum", "algorithm.average_state={momentum=3}"]
+        )
+    settings += ["local.name=none"]
+    for option, value in MORE[more].items():
+        section = "algorithm" if option.startswith("blend") else "cadence"
+        settings.append(f"{section}.{'name' if option == 'cadence' else option}={value}")
     return assemble.load(JOB, [*settings, "data.workers=0"])
 
 
 @with_world
-def own_loop(world, name, steps, late):
-    """Train with the same data, model and rates, but without the code of a job's step."""
-    made = assemble.assemble(job(name, steps, late), world, world.size)
+def run_custom_loop(world, name, steps, more, folder):
+    """Train in a custom loop with the data, model and learning rates of the job.
+
+    :return: parameters (P,) of this rank, and the bytes that it has sent
+    """
+    made = assemble.assemble(job(name, steps, more), world, world.size)
     loader = made.loader
     trainer = made.trainer
     data = made.source
     model = assemble.make_model(made.parts.job, data)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=1e-4)
-    more = LATE if late else {}
-    optimizer = mpigossip.Gossip(world, model, optimizer, name, **more)
+    beta = 0.9 if more == "averaged" else 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=beta, weight_decay=1e-4)
+    options = MORE[more]
+    if "blend_end" in options:  # it needs the number of steps of all epochs
+        options = options | {"run": folder, "steps": made.parts.total}
+    optimizer = mpigossip.Gossip(world, model, optimizer, name, **options)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = trainer.rate(step)
         (batch,) = loader.step(step)
@@ -45,15 +62,17 @@ def own_loop(world, name, steps, late):
         backward(model, *batch)
         optimizer.step()
     parameters = [p.detach().reshape(-1).numpy() for p in model.parameters()]
-    return np.concatenate(parameters), optimizer.record.bytes_sent
+    result = np.concatenate(parameters), optimizer.record.bytes_sent
+    optimizer.close()
+    return result
 
 
 def backward(model, inputs, targets):
     torch.nn.functional.cross_entropy(model(inputs), targets).backward()
 
 
-def simulated(name, steps, late):
-    made = assemble.assemble(job(name, steps, late), SingleProcess(), 4)
+def simulated(name, steps, more):
+    made = assemble.assemble(job(name, steps, more), SingleProcess(), 4)
     for _ in range(steps):
         record = made.trainer.step()
     flat = made.trainer.replicas.flat
@@ -63,10 +82,13 @@ def simulated(name, steps, late):
     return packed, record.bytes_sent
 
 
-@pytest.mark.parametrize(("name", "late"), [("dmsgd", False), ("dsgd", False), ("dsgd", True)])
-def test_a_plain_loop_and_a_job_have_one_digest(ranks, name, late):
-    got = ranks(4)(own_loop, name, 40, late)
-    packed, sent = simulated(name, 40, late)
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("dmsgd", ""), ("dsgd", ""), ("dsgd", "late"), ("dsgd", "blended"), ("dsgd", "averaged")],
+)
+def test_a_plain_loop_and_a_job_have_one_digest(ranks, tmp_path, name, more):
+    got = ranks(4)(run_custom_loop, name, 40, more, tmp_path / "run")
+    packed, sent = simulated(name, 40, more)
     loop_digest, job_digest = (
         hashlib.sha256(b"".join(one.tobytes() for one in each)).hexdigest()
         for each in ([parameters for parameters, _ in got], packed)

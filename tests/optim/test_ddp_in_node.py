@@ -1,4 +1,4 @@
-"""DDP inside nodes of several ranks, Gossip between them: bitwise like nodes of one rank."""
+"""DDP inside nodes of several ranks, and Gossip between nodes, compared with nodes of one rank."""
 
 import pytest
 import torch
@@ -39,8 +39,8 @@ def optimizer_of(model, settings):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def stepped(world, settings, node, slots, wrap):
-    """Return parameters after some clipped steps with the mean gradient over the node's slots."""
+def train_node(world, settings, node, slots, wrap):
+    """Train this node with the mean gradient of its slots; return parameters and sent bytes."""
     from mpigossip.optim.gossip import Gossip
 
     model = network(node)
@@ -50,7 +50,7 @@ def stepped(world, settings, node, slots, wrap):
         optimizer.zero_grad()
         for slot in slots:
             inputs, targets = batch(node, slot, step)
-            # as DDP does: each slot's gradient times 1/k, then the sum
+            # Like DDP, multiply the gradient of each of k slots by 1/k, and add the products.
             (nn.functional.mse_loss(whole(inputs), targets) / len(slots)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -65,7 +65,7 @@ def several(world, settings):
     group = world.node_group()
     nodes = world.nodes
     results = [
-        stepped(
+        train_node(
             world,
             one,
             nodes.inter_node.rank,
@@ -82,7 +82,7 @@ def one_rank(comm, settings):
     from mpigossip.cluster.ranks import World
 
     world = World(comm, timeout_s=30)
-    results = [stepped(world, one, world.rank, range(PER), lambda m: m) for one in settings]
+    results = [train_node(world, one, world.rank, range(PER), lambda m: m) for one in settings]
     world.close()
     return results
 
@@ -97,7 +97,7 @@ def test_ddp_inside_the_node_is_bitwise_identical_to_one_rank_per_node(ranks, n,
             some, results, expected[node], strict=True
         ):
             assert (parameters == wanted).all(), settings
-            # a rank sends its part: four buckets are cut in two
+            # Each of the two ranks sends its shard: two of the four buckets of the model.
             assert sent * PER == pytest.approx(all_sent, rel=0.02), settings
 
 

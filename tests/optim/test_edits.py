@@ -1,4 +1,7 @@
-"""Parameters that a program edits through `.data`: kept or rejected; memory that it moves."""
+"""Parameters that a program edits through `.data`, moves to other memory, or replaces.
+
+Edits must be kept or rejected, but never lost without an error.
+"""
 
 import itertools
 from typing import NamedTuple
@@ -67,7 +70,7 @@ WHEN = {"each": range(6), "early": (3,), "late": (LATE,)}
 
 
 class Case(NamedTuple):
-    """One edit: its kind, parameters and training, its position in a step, and its steps."""
+    """Edits of parameters in a training: kind, types, algorithm, position in a step, and steps."""
 
     edit: str
     low: bool
@@ -83,7 +86,7 @@ class Case(NamedTuple):
 
     @property
     def steps(self) -> range:
-        """Return the last edited step plus one, so that an edit could be lost."""
+        """Steps of the training: one more than the last edited step, which could undo an edit."""
         return range(max(WHEN[self.when]) + 2)
 
 
@@ -94,7 +97,7 @@ CASES = [
 
 
 def representative(case: Case) -> bool:
-    """Return whether a case runs by default: each value of each field occurs, "each" throughout."""
+    """Return whether a case runs by default; these cases contain each value of each field."""
     if case.when != "each":
         return case == Case("clamp_", case.low, "awc", "auto", "before forward", case.when)
     if case.overlap == "never":
@@ -105,7 +108,7 @@ def representative(case: Case) -> bool:
 DEFAULT = [case for case in CASES if representative(case)]
 REST = [case for case in CASES if not representative(case)]
 PARTS = [[case for case in CASES if case.edit == edit] for edit in EDITS]
-"""All cases, in items that end within pytest's limit on a busy machine."""
+"""All cases, in groups that end within the time limit of a test on a busy machine."""
 
 
 def expected(case: Case) -> str:
@@ -115,8 +118,8 @@ def expected(case: Case) -> str:
 
 
 @with_world(timeout_s=60)
-def edited(world, cases):
-    """Return the parameters after each case, or None if Gossip rejected the edit."""
+def train_with_edits(world, cases):
+    """Train each case; return the parameters after it, or None if Gossip rejected an edit."""
     results = []
     for case in cases:
         model = make(case.low)
@@ -140,7 +143,7 @@ def edited(world, cases):
 
 
 class Reference:
-    """The same training of n nodes in one process, written out in plain torch."""
+    """Reference of a case: the same training of n nodes in one process, without this package."""
 
     def __init__(self, n: int, case: Case):
         self.case = case
@@ -153,7 +156,7 @@ class Reference:
         """For each node, the parameters after diloco's last outer step, and its momentum."""
 
     def edit(self, place: str, step: int) -> None:
-        """Apply the edit to the models; float32 copies follow where values have changed."""
+        """Edit the models, and copy elements that have changed to their float32 copies."""
         for model, exact in zip(self.models, self.exact, strict=True):
             self.case.apply(model, place, step)
             for p, x in zip(model.parameters(), exact, strict=True):
@@ -175,7 +178,7 @@ class Reference:
                 x.add_(p.grad.float(), alpha=-RATE)
 
     def outer_step(self) -> None:
-        """Make diloco's Nesterov step along the changes of all nodes, including edits."""
+        """Make the outer step of diloco with the changes of all nodes, which include edits."""
         means = [sum(parts) / len(parts) for parts in zip(*self.exact, strict=True)]
         for row, outer in zip(self.exact, self.outer, strict=True):
             for x, mean, (anchor, slow) in zip(row, means, outer, strict=True):
@@ -189,7 +192,7 @@ class Reference:
             model.zero_grad()
             backward(model, node, step)
         self.edit("before step", step)
-        if step == 0:  # the method's state begins at the first step, edits before it included
+        if step == 0:  # the state of diloco is initialized here, after edits before the first step
             self.outer = [[(x.clone(), torch.zeros_like(x)) for x in row] for row in self.exact]
         if self.case.method == "awc":
             self.exact = self.mixed(step)
@@ -209,16 +212,21 @@ class Reference:
         return [values(model) for model in self.models]
 
 
-def outcomes(n: int, cases: list[Case], found: list[list]) -> dict[Case, str]:
-    """Return "kept", "rejected" or "lost" for each case, the same on all ranks."""
+def outcomes(n: int, cases: list[Case], results_of_ranks: list[list]) -> dict[Case, str]:
+    """Return "kept", "rejected" or "lost" for each case.
+
+    :param n: number of ranks
+    :param cases: cases that the ranks have trained
+    :param results_of_ranks: result of :func:`train_with_edits` of each rank
+    """
     table = {}
     for k, case in enumerate(cases):
-        after = [of_rank[k] for of_rank in found]
+        after = [of_rank[k] for of_rank in results_of_ranks]
         if all(one is None for one in after):
             table[case] = "rejected"
             continue
         wanted = Reference(n, case).run()
-        # diloco's average and outer step round in another order
+        # diloco computes its average and outer step in another order than the reference.
         near = 0.0 if case.method != "diloco" else 1e-2 if case.low else 1e-5
         exact = all(
             one is not None and float((torch.from_numpy(one) - two).abs().max()) <= near
@@ -232,7 +240,7 @@ def outcomes(n: int, cases: list[Case], found: list[list]) -> dict[Case, str]:
     ("n", "cases"), [(2, DEFAULT), every(2, REST), *(every(3, part) for part in PARTS)]
 )
 def test_edits_in_each_step_are_kept_or_rejected(ranks, n, cases):
-    result = outcomes(n, cases, ranks(n)(edited, cases, timeout=600))
+    result = outcomes(n, cases, ranks(n)(train_with_edits, cases, timeout=600))
     assert result == {case: expected(case) for case in cases}
 
 
@@ -284,7 +292,7 @@ def test_an_edit_after_a_collective_call_is_rejected_like_one_before_it(low):
     model, gossip = wrapped(style="awc", low=low)
     train(gossip, model, range(2))
     with gossip.averaged():
-        EDITS["mul_"](model[0].weight)  # reverted with the average
+        EDITS["mul_"](model[0].weight)  # averaged() undoes it at its end.
     gossip.consensus_distance()
     gossip.state_dict()
     train(gossip, model, range(2, 4))
@@ -385,8 +393,8 @@ class Modelled(torch.utils.data.Dataset):
             return self.model(torch.ones(6, dtype=self.model[0].weight.dtype))
 
 
-def read(model):
-    """Run in another process."""
+def check_values(model):
+    """Check that a model is readable; this is called in another process."""
     assert values(model).isfinite().all()
 
 
@@ -417,7 +425,7 @@ def spawned_loader(model):
 def spawned_process(model):
     from torch import multiprocessing
 
-    process = multiprocessing.get_context("spawn").Process(target=read, args=(model,))
+    process = multiprocessing.get_context("spawn").Process(target=check_values, args=(model,))
     process.start()
     process.join()
     assert process.exitcode == 0

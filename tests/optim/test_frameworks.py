@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 LOOPS = Path(__file__).parents[2] / "jobs/loops"
-# What each loop needs; its options for a short run on the CPU.
+# For each loop, the packages that it imports, and its options for a short run on the CPU.
 FRAMEWORKS = {
     "accelerate_loop.py": (
         ("accelerate",),
@@ -23,9 +23,9 @@ FRAMEWORKS = {
         ["--cpu", "--steps", "12", "--save-every", "5"],
     ),
 }
-# What a batch script often exports, and what Slurm leaves in a rank's environment: beside the
-# launcher's own variables, the first lets Accelerate join all ranks in silence, and Lightning
-# refuses the second.
+# Variables that a batch script often exports, or that Slurm sets in the environment of a rank. With
+# MASTER_ADDR, Accelerate would join all ranks of the launcher without a message; Lightning rejects
+# SLURM_NTASKS.
 MISLEADING = {"MASTER_ADDR": "127.0.0.1", "SLURM_NTASKS": "3", "SLURM_JOB_NAME": "train"}
 
 
@@ -36,7 +36,7 @@ def need(*packages):
 
 
 def run(mpirun, name, n, out, *more, code=0):
-    """Return the output, and the loss and digest of each rank."""
+    """Run a loop on ``n`` ranks; return its output, and the loss and digest of each rank."""
     needed, options = FRAMEWORKS[name]
     need(*needed)
     command = [sys.executable, str(LOOPS / name), "--out", str(out), *options, *more]
@@ -51,11 +51,11 @@ def run(mpirun, name, n, out, *more, code=0):
 @pytest.mark.every
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_loop_trains_stops_and_resumes_bitwise(mpirun, tmp_path, name):
-    n = 3  # of two, the graph is the exact average
+    n = 3  # on two ranks, each round of the graph would compute the exact average
     _, whole = run(mpirun, name, n, tmp_path / "whole")
     losses, models = zip(*whole.values(), strict=True)
     assert sorted(whole) == list(range(n))
-    assert len(set(losses)) == n  # each rank has data of its own
+    assert len(set(losses)) == n  # each rank trains on different data
     assert len(set(models)) == n
     parts = tmp_path / "parts"
     (parts / "run").mkdir(parents=True)
@@ -63,7 +63,8 @@ def test_a_loop_trains_stops_and_resumes_bitwise(mpirun, tmp_path, name):
     message, stopped = run(mpirun, name, n, parts, code=75)
     at = re.search(r"stopped, to be resumed at step (\d+)", message)
     assert at and not stopped, message
-    resumed = "1" if name == "lightning_loop.py" else at[1]  # passes, steps
+    # The loop for Lightning counts passes over the data, the others count steps.
+    resumed = "1" if name == "lightning_loop.py" else at[1]
     again_told, again = run(mpirun, name, n, parts, "--resume", resumed)
     assert f"resuming at step {at[1]}" in again_told
     assert [again[rank][1] for rank in range(n)] == [whole[rank][1] for rank in range(n)]

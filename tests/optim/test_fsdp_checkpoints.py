@@ -1,4 +1,7 @@
-"""Checkpoints of models sharded inside nodes: full in files, resumed by other numbers of ranks."""
+"""Checkpoints of models that FSDP2 shards inside nodes.
+
+The files contain full models, so that another number of ranks can resume from them.
+"""
 
 import pytest
 import torch
@@ -14,8 +17,8 @@ HALF = 2
 STEPS = 4
 
 
-def states(folder):
-    """Return the arrays in each node's file by name."""
+def arrays_by_node(folder):
+    """Return, for each node, the arrays in the newest checkpoint by name."""
     path = checkpoint.latest(folder)
     node_states = [
         checkpoint.read_node(path, node) for node in range(checkpoint.read_manifest(path).n)
@@ -23,8 +26,8 @@ def states(folder):
     return [{"parameters": one.parameters} | one.arrays for one in node_states]
 
 
-def off(one, other):
-    """Return the largest difference relative to the largest element of an array."""
+def relative_difference(one, other):
+    """Return the largest difference between two states, relative to the largest element."""
     names = {name for name in one | other if not name.startswith(("rng", "own"))}
     pairs = [(one[name].astype(float), other[name].astype(float)) for name in names]
     return max(float(abs(a - b).max() / (abs(b).max() or 1)) for a, b in pairs if b.size)
@@ -52,12 +55,15 @@ def test_other_numbers_of_ranks_resume_files_of_full_models(ranks, tmp_path):
     """Each node keeps its own model and optimizer; a second save at once writes the same."""
     ranks(4)(train_sharded, tmp_path / "ddp", 2, HALF, True)
     ranks(4)(train_sharded, tmp_path / "cut", 2, HALF)
-    wanted = states(tmp_path / "cut")
-    # clipping's norm of shards is rounded otherwise than that of whole gradients
-    assert max(map(off, states(tmp_path / "ddp"), wanted)) < 1e-5
+    wanted = arrays_by_node(tmp_path / "cut")
+    # Clipping computes the norm from shards, which is rounded differently.
+    assert max(map(relative_difference, arrays_by_node(tmp_path / "ddp"), wanted)) < 1e-5
     for per, ddp in ((3, False), (1, True)):
         for start, *_ in ranks(NODES * per)(train_sharded, tmp_path / "cut", per, HALF, ddp, True):
             assert start == HALF
-        assert max(map(off, states(tmp_path / "cut"), wanted)) == 0, (per, ddp)
+        assert max(map(relative_difference, arrays_by_node(tmp_path / "cut"), wanted)) == 0, (
+            per,
+            ddp,
+        )
     results = ranks(2)(train_sharded, tmp_path / "cut", 1, HALF + 1)
     assert [start for start, *_ in results] == [HALF] * 2

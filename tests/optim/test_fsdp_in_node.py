@@ -1,4 +1,4 @@
-"""FSDP2 inside nodes of several ranks, Gossip between them: full models mixed by W(t)."""
+"""FSDP2 inside nodes of several ranks, and Gossip between nodes, compared with full models."""
 
 import io
 
@@ -8,10 +8,19 @@ from torch import nn
 
 from mpigossip.config import JobError
 from tests.cases import every, with_world
-from tests.optim.in_node import GPT, Case, batch, mixed, on_ranks, optimizer_of, whole, wrapped
+from tests.optim.in_node import (
+    GPT,
+    Case,
+    batch,
+    optimizer_of,
+    reference_parameters,
+    train_cases,
+    whole,
+    wrap_model,
+)
 
 RING = (("graph", "ring"),)
-EQUAL = [  # a case costs four ranks half a second, its steps little
+EQUAL = [  # Opening a case takes four ranks half a second, and its steps take little time.
     Case("gossip-pga", (("period", 2),), steps=4),
     Case("diloco", (("period", 2),), steps=4),
     Case("qg-dmsgd", steps=4, copies=True),
@@ -34,37 +43,37 @@ NEAR = [Case(steps=8, clip=None), Case("d2", RING, steps=8), Case("qg-dmsgd", st
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def apart(found, wanted):
+def relative_difference(result, wanted):
     """Return the relative difference of two vectors."""
-    return float((torch.from_numpy(found) - wanted).norm() / wanted.norm())
+    return float((torch.from_numpy(result) - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize("cases", [EQUAL, every(MORE)])
 def test_nodes_of_two_ranks_are_bitwise_identical_to_full_models(ranks, cases):
-    of_ranks = ranks(4)(on_ranks, cases, 2, timeout=240)
+    of_ranks = ranks(4)(train_cases, cases, 2, timeout=240)
     for k, case in enumerate(cases):
-        wanted = mixed(2, 2, case)
+        wanted = reference_parameters(2, 2, case)
         for node, result in of_ranks:
             assert torch.equal(torch.from_numpy(result[k]), wanted[node]), case
 
 
 @pytest.mark.every
 def test_uneven_shards_of_three_ranks_equal_full_models_within_rounding(ranks):
-    of_ranks = ranks(6)(on_ranks, NEAR, 3, timeout=240)
+    of_ranks = ranks(6)(train_cases, NEAR, 3, timeout=240)
     for k, case in enumerate(NEAR):
-        wanted = mixed(2, 3, case)
+        wanted = reference_parameters(2, 3, case)
         for node, result in of_ranks:
-            assert apart(result[k], wanted[node]) < 1e-5, case
+            assert relative_difference(result[k], wanted[node]) < 1e-5, case
 
 
-# -- what else a loop does -------------------------------------------------------------------------
+# -- other operations of a loop --------------------------------------------------------------------
 
 
 def made(world, **more):
     from mpigossip.optim.gossip import Gossip
 
     case = Case()
-    model = wrapped(world, GPT(world.nodes.inter_node.rank), case)
+    model = wrap_model(world, GPT(world.nodes.inter_node.rank), case)
     options = {"graph": "ring", "graph_lazy": True} | more
     if options.get("algorithm") == "d2":
         options["algorithm_lazy"] = True
@@ -79,8 +88,11 @@ def step(world, model, optimizer, index):
 
 
 @with_world(per=2, timeout_s=30)
-def looks(world):
-    """Train with and without evaluation inside averaged(); the rest must be equal."""
+def train_and_evaluate(world):
+    """Train without and with evaluations inside averaged(), which must not change the training.
+
+    :return: node of this rank, and for both trainings the values that were seen and the parameters
+    """
     results = []
     for evaluates in (False, True):
         model, optimizer = made(world)
@@ -91,7 +103,7 @@ def looks(world):
                 before = whole(model)
                 with optimizer.averaged() as averaged, torch.no_grad():
                     inside = whole(model)
-                    # without a backward pass torch keeps the root's parameters gathered
+                    # Without a backward pass, FSDP2 keeps the parameters of the root gathered.
                     loss = float(averaged(*batch(0, world.nodes.local_rank, 50)))
                 seen.append((before, inside, whole(model), loss, optimizer.consensus_distance()))
         results.append(
@@ -105,28 +117,30 @@ def looks(world):
 
 
 def test_averaged_and_consensus_distance_use_full_models(ranks):
-    of_ranks = ranks(4)(looks)
+    of_ranks = ranks(4)(train_and_evaluate)
     (_, [_, (first, _)]), _, (_, [_, (second, _)]), _ = of_ranks
     for at in range(0, len(first), 5):
         models = [torch.from_numpy(seen[at]).double() for seen in (first, second)]
         mean = sum(models) / 2
         model = GPT(0)
         nn.utils.vector_to_parameters(torch.from_numpy(first[at + 1]), model.parameters())
-        spread = sum(float((m - mean).square().sum()) for m in models) / 2
+        square_distance = sum(float((m - mean).square().sum()) for m in models) / 2
         for node, seen in enumerate((first, second)):
             assert torch.equal(torch.from_numpy(seen[at + 1]), mean.float())
             assert (seen[at + 2] == seen[at]).all(), node
             with torch.no_grad():
-                # float32, summed in another order
+                # The loss is float32 and was summed in another order.
                 assert seen[at + 3] == pytest.approx(float(model(*batch(0, 0, 50))), rel=1e-5)
-            assert seen[at + 4] == pytest.approx(spread / float(mean.square().sum()), rel=1e-6)
+            assert seen[at + 4] == pytest.approx(
+                square_distance / float(mean.square().sum()), rel=1e-6
+            )
     for _, [(_, plain), (_, looked)] in of_ranks:
         assert (plain == looked).all()
 
 
 @with_world(per=2, timeout_s=30)
-def resumed(world):
-    """Compare a training that resumes each rank's state_dict() with an uninterrupted one."""
+def train_and_resume(world):
+    """Return whether a training that resumes from state_dict() equals an uninterrupted training."""
     model, optimizer = made(world, algorithm="d2")
     for index in range(6):
         if index == 3:
@@ -146,7 +160,7 @@ def resumed(world):
 
 
 def test_the_state_of_each_rank_resumes_bitwise(ranks):
-    assert ranks(4)(resumed) == [True] * 4
+    assert ranks(4)(train_and_resume) == [True] * 4
 
 
 def moved(model):
@@ -171,14 +185,18 @@ def doubled(model):
             p.mul_(2.0)
 
 
-def trapped(world, known, *between):
-    """Change parameters between steps as programs do; return the values after each step."""
+def change_between_steps(world, known, *between):
+    """Train, change parameters between steps as programs do, and return the values after each step.
+
+    :param known: whether the private attributes of FSDP2 are as expected
+    :param between: functions of the model, which are called between two steps
+    """
     from mpigossip.engine import sharded
 
-    before = sharded.insides
+    before = sharded.fsdp_records
     results = []
     if not known:
-        sharded.insides = lambda model: {}
+        sharded.fsdp_records = lambda model: {}
     model, optimizer = made(world)
     for index, what in enumerate([None, *between]):
         if what:
@@ -186,14 +204,16 @@ def trapped(world, known, *between):
         step(world, model, optimizer, index)
         results.append((whole(model).numpy(), optimizer.consensus_distance()))
     optimizer.close()
-    sharded.insides = before
+    sharded.fsdp_records = before
     return results
 
 
 @with_world(per=2, timeout_s=30)
 def taken_back(world):
     given = moved, loaded, set_back, doubled
-    return trapped(world, True, *[None] * 4), [trapped(world, one, *given) for one in (True, False)]
+    return change_between_steps(world, True, *[None] * 4), [
+        change_between_steps(world, one, *given) for one in (True, False)
+    ]
 
 
 def test_parameters_with_replaced_memory_are_copied_back(ranks):
@@ -206,7 +226,7 @@ def test_parameters_with_replaced_memory_are_copied_back(ranks):
 
 
 @with_world(per=2, timeout_s=30)
-def scaled(world):
+def train_with_scaler(world):
     """Train with a GradScaler and one overflow on one node; return the steps that were made."""
     model, optimizer = made(world)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
@@ -226,7 +246,7 @@ def scaled(world):
 
 
 def test_an_overflow_in_one_rank_skips_its_nodes_step(ranks):
-    for node, stepped, finite in ranks(4)(scaled):
+    for node, stepped, finite in ranks(4)(train_with_scaler):
         assert finite
         assert [one[0] for one in stepped] == [1, 2, 3, 4]
         assert [one[1] for one in stepped] == ([1, 2, 2, 3] if node == 0 else [1, 2, 3, 4])
@@ -269,6 +289,6 @@ def test_other_kinds_of_sharding_are_rejected(ranks):
         others, hybrid, partly, low, mixer = said
         assert "but this node has the ranks 0, 1: call fully_shard(model, mesh=world" in others
         assert "neither parallelize_module nor replicas (HSDP)" in hybrid
-        assert "aren't sharded, but others are" in partly
+        assert "aren't sharded" in partly
         assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in low
         assert 'mixer = "asynchronous": the ranks of a node step together' in mixer

@@ -1,4 +1,4 @@
-"""The three-line interface: a user's own loop around a torch optimizer."""
+"""Gossip in a custom loop around a torch optimizer."""
 
 import re
 import sys
@@ -28,8 +28,12 @@ def batch(node, step, slot=0):
 
 
 @with_world
-def looked_at(world, often):
-    """An exchange is in flight between steps; a collective call waits for it first."""
+def train_with_collective_calls(world, often):
+    """Train an algorithm that sends ahead, so that an exchange is in flight between two steps.
+
+    :param often: whether to make collective calls between steps, which wait for the exchange
+    :return: the parameters, (P,), and the last consensus distance
+    """
     model, optimizer = make(world.rank)
     gossip = mpigossip.Gossip(world, model, optimizer, style="awc", measure_every=2)
     for step in range(STEPS):
@@ -45,7 +49,9 @@ def looked_at(world, often):
 
 def test_collective_calls_change_nothing_of_an_exchange_in_flight(ranks):
     for (never, distance), (often, other) in zip(
-        ranks(3)(looked_at, False), ranks(3)(looked_at, True), strict=True
+        ranks(3)(train_with_collective_calls, False),
+        ranks(3)(train_with_collective_calls, True),
+        strict=True,
     ):
         assert (never == often).all() and distance == other > 0
 

@@ -1,4 +1,4 @@
-"""optim/inner.py: which optimizers Gossip accepts as the local step."""
+"""Optimizers that Gossip accepts as the local step (optim/inner.py)."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_an_inner_optimizer_may_have_a_scheduler(when):
         gossip.zero_grad()
         model(torch.ones(1, 1)).sum().backward()
         gossip.step()
-        gossip._node.check_known()  # as averaged() does
+        gossip._node.check_known()  # averaged() does the same.
         if scheduler is None:
             scheduler = scheduler_of(inner)
         elif step:
@@ -48,5 +48,5 @@ def test_a_step_without_a_signature_needs_no_closure():
     class Compiled(torch.optim.SGD):
         pass
 
-    Compiled.step = Unsigned()  # as a function in C may be: `inspect.signature` raises an error
+    Compiled.step = Unsigned()  # `inspect.signature` raises this error for some functions in C.
     assert not needs_closure(Compiled([nn.Parameter(torch.ones(1))]))

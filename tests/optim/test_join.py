@@ -46,9 +46,10 @@ def parts(seed=0, width=4):
 
 
 def train(folder, model, optimizer, most=CHUNKS, chunks=CHUNKS, meet=None, **more):
-    """Train to the end, or a number of chunks; return whether all chunks are trained.
+    """Train until the end, or ``most`` chunks; return whether all chunks are trained.
 
-    Members that ``meet`` wait for each other in their first chunk.
+    ``meet`` is a barrier, at which members wait for each other in their first chunk; None: they do
+    not wait.
     """
     with mpigossip.join(folder, model, optimizer, chunks=chunks, poll_s=0.02, **more) as member:
         for count, chunk in enumerate(member):
@@ -67,7 +68,7 @@ def train(folder, model, optimizer, most=CHUNKS, chunks=CHUNKS, meet=None, **mor
 
 
 def test_an_outage_is_no_part_of_a_round(tmp_path, monkeypatch):
-    """Here, an outage takes all of the time."""
+    """The whole time of the training counts as an outage here, so that a round takes 0 seconds."""
     rounds = []
     monkeypatch.setattr(Outages, "seconds", lambda self: time.monotonic())
     monkeypatch.setattr(joining, "check_lease", lambda _, round_s: rounds.append(round_s))
@@ -137,7 +138,7 @@ def test_a_member_that_is_asked_to_leave_ends_its_loop(tmp_path):
 
 
 def test_an_outage_longer_than_a_lease_ends_the_loop(tmp_path, monkeypatch, capsys):
-    """The program then exits with code 75, as if it was asked to leave."""
+    """The program then exits with code 75, as if it had been asked to leave."""
 
     def fails(disk, name, content):
         if name.startswith("chain/") and name.endswith("2"):
@@ -220,10 +221,10 @@ def test_a_program_repeats_its_training(tmp_path, capsys):
 
 
 def test_a_lease_lasts_at_least_five_rounds(tmp_path):
-    with pytest.raises(JobError, match="a lease is 0.001 s"):
+    with pytest.raises(JobError, match="lease_s = 0.001"):
         train(tmp_path / "run", *parts(), lease_s=0.001)
     place = Place(RecordStore(tmp_path / "run"), TrainingPlan(CHUNKS, 1, 600.0))
-    assert place.refresh(0).closed.why == "left"  # its chunks are others'
+    assert place.refresh(0).closed.why == "left"  # other members train its chunks
 
 
 def test_the_example_program_of_a_member(tmp_path, monkeypatch, capsys):

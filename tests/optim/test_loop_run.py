@@ -36,6 +36,7 @@ HALF = 4
         (3, {"algorithm": "d2", "graph": "ring", "graph_lazy": True, "algorithm_lazy": True}),
         (3, {"algorithm": "slowmo", "inner": "SGD", "period": 3}),
         (2, {"style": "awc", "cadence": "every", "period": 2}),
+        (3, {"average_state": {"exp_avg_sq": 3, "exp_avg": 3}}),
     ],
 )
 def test_a_stopped_loop_resumes_bitwise(ranks, tmp_path, n, options):
@@ -75,7 +76,7 @@ def test_metrics_of_the_program_are_columns_next_to_those_of_the_engine(ranks, t
     assert (
         np.isfinite(log.steps["loss"]).all() and (np.diff(log.steps["bytes_sent"][:, 0]) > 0).all()
     )
-    # what lies between two steps is the program's computing, and the speed is samples in all of it
+    # The time between two steps counts as computing. The speed refers to the whole duration.
     assert min(computed) > 0.02 and (log.steps["compute_s"][1:] > 0.02).all()
     whole = sum(log.steps[name] for name in log.steps if name.endswith("_s"))
     assert np.allclose(log.steps["samples_per_second"], 8 / whole)
@@ -129,8 +130,8 @@ def other_nodes(comm, folder):
         with gossip.averaged():
             pass
         states = [gossip.state[p]["exp_avg"].clone() for p in model.parameters()]
-        apart = gossip.consensus_distance()
-    return start, [p.detach() for p in model.parameters()], states, apart
+        distance = gossip.consensus_distance()
+    return start, [p.detach() for p in model.parameters()], states, distance
 
 
 def test_another_number_of_nodes_begins_with_the_exact_average(ranks, tmp_path, capfd):
@@ -138,9 +139,9 @@ def test_another_number_of_nodes_begins_with_the_exact_average(ranks, tmp_path, 
     path = checkpoint.latest(tmp_path)
     states = [checkpoint.read_node(path, node) for node in range(3)]
     mean = torch.tensor(np.mean([s.parameters.astype(np.float64) for s in states], 0)).float()
-    found = ranks(2)(other_nodes, tmp_path)
-    for start, parameters, moments, apart in found:
-        assert start == HALF and apart == 0
+    result = ranks(2)(other_nodes, tmp_path)
+    for start, parameters, moments, distance in result:
+        assert start == HALF and distance == 0
         assert torch.equal(torch.cat([p.reshape(-1) for p in parameters]), mean)
         for name, moment in zip(states[0].names, moments, strict=True):
             kept = [s.arrays[f"torch/{name}/exp_avg"].astype(np.float64) for s in states]
@@ -157,10 +158,10 @@ def test_dropped_state_is_reported(tmp_path, ranks, capsys):
     _, gossip = alone(tmp_path)
     gossip.keep(draw=torch.Generator(), new=torch.Generator())
     assert gossip.resume() == HALF
-    told = capsys.readouterr().out
-    assert "from the exact average of 2 nodes x 1 slots" in told
-    assert "averaged state of the optimizer: exp_avg, exp_avg_sq, step" in told
-    assert "dropped: random numbers; not restored: draw, new" in told
+    printed = capsys.readouterr().out
+    assert "from the exact average of 2 nodes x 1 slots" in printed
+    assert "averaged state of the optimizer: exp_avg, exp_avg_sq, step" in printed
+    assert "dropped: random numbers; not restored: draw, new" in printed
 
 
 def make_run(folder):
@@ -202,7 +203,7 @@ def test_a_checkpoint_contains_replaced_parameters(tmp_path):
         wanted = [torch.cat([p.detach().reshape(-1) for p in model.parameters()])]
         train_steps(model, gossip, draw, schedule, range(1))
         wanted += [torch.cat([p.detach().reshape(-1) for p in model.parameters()])]
-        model.double()  # for an export: the last step is saved all the same
+        model.double()  # a program may do this for an export; the last step must be saved anyway
     for step, values in enumerate(wanted, 1):
         saved = checkpoint.read_node(tmp_path / f"checkpoints/step-{step:08}", 0)
         assert np.array_equal(saved.parameters, values), step
@@ -249,9 +250,9 @@ def test_commands_read_a_loops_run(tmp_path, capsys):
     for command in ("checkpoint show", "checkpoint verify", "log show", "log plot", "report"):
         assert main([*command.split(), str(run)]) == 0, command
     assert (run / "log.png").is_file() and (run / "report.html").is_file()
-    told = capsys.readouterr().out
-    assert 'model = "Sequential"' in told and "[data]" not in told and ": complete" in told
-    assert "finished at step 2" in told and "samples/s" in told
+    printed = capsys.readouterr().out
+    assert 'model = "Sequential"' in printed and "[data]" not in printed and ": complete" in printed
+    assert "finished at step 2" in printed and "samples/s" in printed
     assert main(["log", "export", str(run), "--csv", str(tmp_path / "run.csv")]) == 0
     assert main(["checkpoint", "export", str(run), "--out", str(tmp_path / "model.pt")]) == 0
     assert "left out" not in capsys.readouterr().out
@@ -262,11 +263,11 @@ def test_commands_read_a_loops_run(tmp_path, capsys):
 @with_world
 def uneven(world, folder, options):
     model, gossip, draw, schedule = begin_run(world, folder, flush_steps=3, **options)
-    with pytest.raises(JobError) as found:
+    with pytest.raises(JobError) as result:
         train_steps(model, gossip, draw, schedule, range(2 + world.rank))
         gossip.save()
     gossip._run.state = State.ENDED
-    return str(found.value)
+    return str(result.value)
 
 
 def test_unequal_steps_and_calls_are_named(ranks, tmp_path):
@@ -335,8 +336,11 @@ def test_a_loop_that_is_killed_and_stopped_resumes_to_the_same_digest(mpistart, 
 
 
 @contextlib.contextmanager
-def two_and_two_steps(comm, folder, mixer):
-    """Start a loop with a short time limit that has made two steps; two more follow."""
+def loop_after_two_steps(comm, folder, mixer):
+    """Return a context manager with a loop of a short time limit that has made two steps.
+
+    It yields the world, the model, the optimizer, and a function that makes two more steps.
+    """
     with World(comm) as world:
         model, gossip, draw, schedule = begin_run(
             world, folder, mixer=mixer, timeout_s=1.0, flush_steps=1000
@@ -345,40 +349,44 @@ def two_and_two_steps(comm, folder, mixer):
         yield world, model, gossip, lambda: train_steps(model, gossip, draw, schedule, range(2))
 
 
-def at_work(comm, folder, mixer, inside):
-    """Let rank 0 work for three time limits; return the others' steps and the distance of nodes."""
-    with two_and_two_steps(comm, folder, mixer) as (world, model, gossip, go_on):
+def work_on_rank_0(comm, folder, mixer, inside):
+    """Let rank 0 work for three time limits, then make two steps.
+
+    :param inside: whether rank 0 works inside paused()
+    :return: number of steps, and the seconds of the last step by activity
+    """
+    with loop_after_two_steps(comm, folder, mixer) as (world, model, gossip, go_on):
         if world.rank == 0:
             before = digest(model)
             pause = gossip.paused if inside else contextlib.nullcontext
             with pause():
-                with pause():  # ends with the outer one
+                with pause():  # a pause inside a pause ends with the outer one
                     pass
                 rounds = gossip.engine.round
                 time.sleep(3.0)
-                if mixer == "asynchronous":  # the model is on its way to others in a thread
+                if mixer == "asynchronous":  # a thread exchanges the model with other nodes
                     for call in (gossip.state_dict, gossip.step):
                         with pytest.raises(JobError, match=r"\(\) inside paused\(\)"):
                             call()
                 assert digest(model) == before
             assert (gossip.engine.round > rounds + 10) == (mixer == "asynchronous")
         go_on()
-        found = gossip.steps, gossip.record.seconds
+        result = gossip.steps, gossip.record.seconds
         if mixer == "asynchronous":
             refused = pytest.raises(JobError, match="evaluate a copy of it")
             with gossip.averaged(), refused, gossip.paused():
                 pass
-        return found
+        return result
 
 
 @pytest.mark.parametrize("mixer", ["synchronous", "asynchronous"])
 def test_a_rank_may_work_beyond_the_limit(ranks, tmp_path, mixer):
-    for steps, seconds in ranks(2)(at_work, tmp_path, mixer, True):
+    for steps, seconds in ranks(2)(work_on_rank_0, tmp_path, mixer, True):
         assert steps == 4 and seconds["compute_s"] < 1.0
 
 
-def ahead_of_a_save(comm, folder):
-    """Save on rank 0 two steps before rank 1, then make two more; return the parameters."""
+def save_at_unequal_steps(comm, folder):
+    """Save after 2 steps on rank 0 and after 4 steps on rank 1; return the parameters of step 5."""
     with World(comm) as world:
         model, gossip, draw, schedule = begin_run(
             world, folder, mixer="asynchronous", flush_steps=50
@@ -389,8 +397,8 @@ def ahead_of_a_save(comm, folder):
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy()
 
 
-def test_steps_after_a_save_at_unequal_steps_are_saved_too(ranks, tmp_path):
-    models = ranks(2)(ahead_of_a_save, tmp_path)
+def test_steps_after_a_save_at_unequal_steps_are_in_the_last_checkpoint(ranks, tmp_path):
+    models = ranks(2)(save_at_unequal_steps, tmp_path)
     path = checkpoint.latest(tmp_path)
     assert path.name == "step-00000005"
     known = np.isfinite(read(tmp_path / "log.h5").steps["loss"])
@@ -401,11 +409,11 @@ def test_steps_after_a_save_at_unequal_steps_are_saved_too(ranks, tmp_path):
 
 def test_without_a_pause_the_limit_holds(ranks, tmp_path):
     with pytest.raises(RankError, match="WaitTimeoutError"):
-        ranks(2)(at_work, tmp_path, "synchronous", False)
+        ranks(2)(work_on_rank_0, tmp_path, "synchronous", False)
 
 
 @with_world
-def early(world):
+def train_unequal_steps(world):
     model, optimizer = make_model(world.rank)
     gossip = mpigossip.Gossip(world, model, optimizer, timeout_s=2.0)
     for _ in range(5 + world.rank):
@@ -418,7 +426,7 @@ def test_a_rank_with_fewer_batches_is_named_with_its_steps(ranks):
     with pytest.raises(
         RankError, match=r"rank 0 on \S+ has reached the end of its loop after 5 steps"
     ):
-        ranks(2)(early)
+        ranks(2)(train_unequal_steps)
 
 
 def test_a_state_that_a_framework_loads_is_as_new_as_the_folders(tmp_path):

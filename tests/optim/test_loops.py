@@ -88,3 +88,36 @@ def test_a_resnet_with_ema_and_batchnorm_has_one_average_on_all_ranks(mpirun):
     for name in ("averaged", "EMA averaged"):
         matches = re.findall(rf", {name} (\d\.\d{{4}})", done.stdout)
         assert len(matches) == 3 and len(set(matches)) == 1, done.stdout
+
+
+RECIPES = {
+    "gan": (r"points (?P<x>\S+) (?P<y>\S+)$", {"x": (2.0, 4.0), "y": (-3.0, -1.0)}),
+    "sam": (r"loss (?P<loss>\S+)$", {"loss": (0.0, 0.2)}),
+    "by_hand": (r"loss (?P<loss>\S+)$", {"loss": (0.0, 0.2)}),
+    "unequal": (r"node 0: (?P<steps>\d+) steps$", {"steps": (20, 20)}),
+    "sparse": (r"all nodes (?P<error>\S+)$", {"error": (0.0, 0.4)}),
+    "ema": (r"averaged SWA (?P<error>\S+)$", {"error": (0.0, 0.02)}),
+}
+"""Output of each recipe: a regular expression, and the limits of its groups."""
+
+
+@on_each("name", RECIPES)
+def test_a_recipe_trains_on_two_ranks(name, pooled):
+    done = pooled(2, SCRIPTS / "recipes" / f"{name}.py")
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    pattern, limits = RECIPES[name]
+    values = re.search(pattern, done.stdout, re.MULTILINE).groupdict()
+    for key, (low, high) in limits.items():
+        assert low <= float(values[key]) <= high, done.stdout
+    if name == "unequal":  # the iterator of node 1 is longer
+        assert "node 1: 20 steps" in done.stdout
+    if name == "ema":
+        errors = re.findall(r"node \d: error of the averaged (\w+ \S+)$", done.stdout, re.MULTILINE)
+        assert len(errors) == 6 and len(set(errors)) == 3
+
+
+def test_every_recipe_is_tested_and_shown():
+    programs = {path.stem for path in (SCRIPTS / "recipes").glob("*.py")}
+    page = (launch.REPO / "tools/docs/recipes.md").read_text()
+    assert programs == RECIPES.keys()
+    assert programs == set(re.findall(r"literalinclude\} jobs/loops/recipes/(\w+)\.py", page))

@@ -1,4 +1,4 @@
-"""Muon in a custom loop: torch's step, mixed; two optimizers as one; sharded models."""
+"""Muon in a custom loop: steps, two optimizers as one, and sharded models."""
 
 import copy
 
@@ -11,7 +11,7 @@ from mpigossip.config import JobError
 from mpigossip.optim.inner import CombinedOptimizer
 from tests.cases import with_world
 from tests.optim import in_node
-from tests.optim.in_node import GPT, Case, batch, whole, wrapped
+from tests.optim.in_node import GPT, Case, batch, whole, wrap_model
 from tests.optim.loops import mix_models
 
 N = 2
@@ -129,12 +129,12 @@ def test_invalid_lists_of_optimizers_are_rejected():
 
 
 @with_world(per=2, timeout_s=60)
-def cut(world, ddp):
-    """Train on nodes of two ranks, with FSDP2 or DDP inside."""
+def train_on_nodes(world, ddp):
+    """Train on nodes of two ranks with DDP or FSDP2; return the node, and parameters or error."""
     node = world.nodes.inter_node.rank
     place = world.nodes.local_rank
     model = GPT(node)
-    made = wrapped(world, model, Case(ddp=ddp))
+    made = wrap_model(world, model, Case(ddp=ddp))
     try:
         optimizer = mpigossip.Gossip(world, made, both(model))
         for step in range(STEPS):
@@ -149,10 +149,10 @@ def cut(world, ddp):
 @pytest.mark.parametrize("ddp", [True, False])
 def test_nodes_of_two_ranks_make_muons_step_on_full_matrices(ranks, monkeypatch, ddp):
     monkeypatch.setattr(in_node, "optimizer_of", lambda model, _: CombinedOptimizer(both(model)))
-    of_ranks = ranks(4)(cut, ddp, timeout=240)
-    wanted = in_node.mixed(2, 2, Case(steps=STEPS, clip=None))
+    of_ranks = ranks(4)(train_on_nodes, ddp, timeout=240)
+    wanted = in_node.reference_parameters(2, 2, Case(steps=STEPS, clip=None))
     for node, result in of_ranks:
         distance = (torch.from_numpy(result) - wanted[node]).norm() / wanted[node].norm()
-        # torch gathers what FSDP2 has cut, and sums its norm in another order: Muon's iteration
-        # has 8 bits of mantissa
+        # torch gathers the shards of FSDP2 and sums the norm in another order. The iteration of
+        # Muon uses bfloat16, whose mantissa has 8 bits.
         assert distance < (1e-6 if ddp else 5e-3)

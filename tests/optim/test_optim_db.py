@@ -1,4 +1,4 @@
-"""All optimizers and options of torch's own tests: each trains inside Gossip, or is rejected."""
+"""All optimizers and options that torch's tests use: each trains inside Gossip, or is rejected."""
 
 import copy
 
@@ -12,7 +12,7 @@ from mpigossip.config import JobError
 from tests.cases import every, with_world
 
 common_optimizers = pytest.importorskip("torch.testing._internal.common_optimizers")
-# This import forbids to set flags of cuDNN for the rest of the process; other tests set them.
+# After this import, flags of cuDNN can't be set in the process, but other tests have to set them.
 torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
 REJECTED = {"LBFGS", "SparseAdam"}
 """Optimizers that can't train this model: one needs a closure, one sparse gradients."""
@@ -51,7 +51,7 @@ def trained(world):
         made = model()
         try:
             inner = kind(made.parameters(), **copy.deepcopy(options))
-        except (ValueError, TypeError):  # torch itself rejects the options for this model
+        except (ValueError, TypeError):  # Torch rejects these options for this model.
             continue
         try:
             optimizer = mpigossip.Gossip(world, made, inner)

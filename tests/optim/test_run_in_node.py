@@ -17,8 +17,8 @@ STEPS = 7
 
 
 @with_world(timeout_s=30)
-def one_rank(world, folder):
-    """Make the same steps with one rank per node, which averages gradients of two replicas."""
+def run_one_rank_per_node(world, folder):
+    """Make the same steps with one rank per node, which averages the gradients of two batches."""
     model = network(world.rank)
     gossip, schedule = begin_on_nodes(world, folder, model, model)
     replicas = [model, copy.deepcopy(model)]
@@ -44,7 +44,7 @@ def same(one, other):
 def test_a_run_on_nodes_of_two_ranks_is_that_of_one_rank_with_two_replicas(ranks, tmp_path):
     n = NODES * PER
     whole = ranks(n)(train_on_nodes, tmp_path / "whole", STEPS, (HALF,))
-    ranks(NODES)(one_rank, tmp_path / "replicas")
+    ranks(NODES)(run_one_rank_per_node, tmp_path / "replicas")
     ranks(n)(train_on_nodes, tmp_path / "parts", HALF, (2,))
     parts = ranks(n)(train_on_nodes, tmp_path / "parts", STEPS)
     for (_, parameters, _), (start, again, _) in zip(whole, parts, strict=True):
@@ -69,7 +69,7 @@ def test_a_run_on_nodes_of_two_ranks_is_that_of_one_rank_with_two_replicas(ranks
 
 
 def test_a_checkpoint_of_one_shape_is_resumed_by_the_other(ranks, tmp_path):
-    """Generators are kept by rank, so that the noise differs afterwards, but not the models."""
+    """Each rank has its own generator, so that later noise differs, but the models do not."""
     for name, first, then in (("a", 1, PER), ("b", PER, 1)):
         for per in (first, then):
             starts = ranks(NODES * per)(train_on_nodes, tmp_path / name, HALF, (), None, per, False)
@@ -79,8 +79,11 @@ def test_a_checkpoint_of_one_shape_is_resumed_by_the_other(ranks, tmp_path):
         assert [s for s, *_ in starts] == [HALF] * NODES * then and result == before
 
 
-def looks(world, gossip, whole):
-    """Check buffers inside averaged(), a long pause of rank 0, a step, and the end."""
+def check_collective_calls(world, gossip, whole):
+    """Call averaged(), paused(), step() and exit() on all ranks.
+
+    :return: the buffers inside averaged(), the value of ``stopping``, and the exit code
+    """
     with gossip.averaged():
         inside = [b.clone().numpy() for b in whole.buffers()]
     with gossip.paused():
@@ -95,7 +98,9 @@ def looks(world, gossip, whole):
 
 def test_averages_pauses_and_stopping_are_of_all_ranks(ranks, tmp_path):
     (tmp_path / "STOP").touch()
-    results = ranks(NODES * PER)(train_on_nodes, tmp_path, 12, (), looks, limit=1.0)
+    results = ranks(NODES * PER)(
+        train_on_nodes, tmp_path, 12, (), check_collective_calls, limit=1.0
+    )
     inside, stopping, codes = zip(*(each for *_, each in results), strict=True)
     assert all(same(inside[0], other) for other in inside[1:])
     own = [values[-3:] for _, values, _ in results]

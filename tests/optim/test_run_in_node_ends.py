@@ -1,4 +1,4 @@
-"""A loop on nodes of several ranks that is stopped: it resumes from complete files."""
+"""Custom loop on nodes of several ranks that is stopped, and resumes from complete checkpoints."""
 
 import os
 import signal
@@ -45,8 +45,8 @@ def program(folder):
             time.sleep(0.005)
 
 
-def goes_on_to_the_bit(ranks, folder):
-    """Continue from the newest checkpoint to the end of an uninterrupted run."""
+def assert_resumes_bitwise(ranks, folder):
+    """Check that a resumed run has the digest of an uninterrupted run three steps later."""
     newest = checkpoint.latest(folder)
     assert newest is not None and checkpoint.verify(newest) == []
     steps = checkpoint.read_manifest(newest).step + 3
@@ -69,4 +69,4 @@ def test_a_loop_of_nodes_of_ranks_stops_together(mpistart, ranks, tmp_path, how)
     else:
         os.kill(launched.ranks()[3], signal.SIGTERM)
     assert launched.finish(WAIT_S).returncode == STOPPED
-    goes_on_to_the_bit(ranks, run)
+    assert_resumes_bitwise(ranks, run)

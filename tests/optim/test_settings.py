@@ -80,7 +80,7 @@ def test_options_without_a_single_meaning_are_rejected(options, message):
 
 @on_each("cadence", ["gossip-pga", "global", "cpsgd"])
 def test_global_averages_are_accepted_or_the_style_that_accepts_them_is_named(cadence):
-    """Adapt-while-combine leaves nodes one step apart unless the method corrects for it."""
+    """With adapt-while-combine, nodes differ by one step after a global average."""
     with pytest.raises(
         JobError, match=r'cadence\.name = .*set algorithm\.style = "atc", or choose'
     ):

@@ -45,10 +45,10 @@ def tolerant(mpirun, monkeypatch):
 @pytest.mark.parametrize(
     "victims",
     [
-        {2: "7"},  # inside the exchange of a step, which is done again unless its message was out
-        every({0: "5", 3: "21"}),  # rank 0, and another
-        {1: "10g"},  # inside averaged(), after step 10: the next step takes it in
-        {0: "3", 1: "3", 2: "3"},  # all but one
+        {2: "7"},  # inside the exchange of a step, which is repeated unless its message was sent
+        every({0: "5", 3: "21"}),  # rank 0, and later another rank
+        {1: "10g"},  # inside averaged(), after step 10: the next step continues without the rank
+        {0: "3", 1: "3", 2: "3"},  # all ranks but one
     ],
 )
 def test_survivors_have_the_exact_values(tolerant, victims):
@@ -71,7 +71,7 @@ def test_a_rank_behind_finished_ranks_ends_alone(tolerant, tmp_path, folder):
         if "3 nodes continue" not in done.stderr:
             break
     else:
-        pytest.skip("three times the others saw the loss before they were done, and went on")
+        pytest.skip("in three attempts, the other ranks noticed the failure before their last step")
     result = survivors.digests(done.stdout)
     whole = survivors.expected(N, STEPS)
     assert [result[1], result[3]] == [whole[1], whole[3]], done.stderr
@@ -79,7 +79,7 @@ def test_a_rank_behind_finished_ranks_ends_alone(tolerant, tmp_path, folder):
     first.step(0, N - 1, STEPS - 1)
     assert result[0] == first.digest(), done.stderr
     assert "the others have left their loops" in done.stderr
-    if folder:  # which all three have ended
+    if folder:  # all three survivors have completed the run directory
         log = read(out / "log.h5")
         path = checkpoint.latest(out)
         assert (path.name, log.summary["nodes"]) == (f"step-{STEPS:08d}", N - 1)
@@ -92,9 +92,9 @@ def test_a_rank_behind_finished_ranks_ends_alone(tolerant, tmp_path, folder):
 @pytest.mark.parametrize(
     "victims",
     [
-        {0: "7", 3: "24"},  # rank 0, who writes log and manifest, then another
-        every({2: "10g"}),  # inside averaged(), so that save() is left out there
-        every({0: "20c"}),  # inside a checkpoint
+        {0: "7", 3: "24"},  # rank 0, which writes log and manifest, and later another rank
+        every({2: "10g"}),  # inside averaged(), so that save() is skipped at this step
+        every({0: "20c"}),  # while a checkpoint is written
     ],
 )
 def test_a_run_continues_with_log_and_checkpoints(tolerant, mpirun, tmp_path, victims):

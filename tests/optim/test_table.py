@@ -66,7 +66,7 @@ def trained(world, cases):
 
 
 def read(n, name, mixer, wire):
-    """Return the parts for Gossip's arguments on n nodes."""
+    """Return the parts of the job that is equivalent to arguments of Gossip on n nodes."""
     alone = SingleProcess()
     options = dict(OPTIONS.get(name, {})) | {"seed": 3}
     alone.size = n
@@ -75,7 +75,7 @@ def read(n, name, mixer, wire):
 
 
 def simulated(n, name, inner, wire):
-    """Return all nodes' parameters by the same engine, over rows and the simulator's mixer."""
+    """Return the parameters of all nodes after the same training in the simulator."""
     parts = read(n, name, "synchronous", wire)
     models = [model(node) for node in range(n)]
     inners = [optimizer(inner, made) for made in models]
@@ -83,8 +83,8 @@ def simulated(n, name, inner, wire):
     return list(map(whole, models))
 
 
-def taken(n):
-    """Return all combinations that Gossip accepts."""
+def accepted_combinations(n):
+    """Yield all combinations of algorithm, optimizer, mixer and wire that Gossip accepts."""
     for name, inner, mixer, wire in itertools.product(*AXES):
         with suppress(JobError):
             read(n, name, mixer, wire)
@@ -93,15 +93,19 @@ def taken(n):
             yield name, inner, mixer, wire
 
 
-def pairs(n, apart=()):
-    """Return few of them that contain all pairs of values, except those of two axes."""
+def covering_cases(n, excluded_axes=()):
+    """Return few accepted combinations in which each accepted pair of values occurs.
+
+    :param n: number of nodes
+    :param excluded_axes: two axes whose pairs of values need not occur; (): all pairs occur
+    """
     every = {
         case: {
             pair
             for pair in itertools.combinations(enumerate(case), 2)
-            if tuple(axis for axis, _ in pair) != apart
+            if tuple(axis for axis, _ in pair) != excluded_axes
         }
-        for case in taken(n)
+        for case in accepted_combinations(n)
     }
     missing = set().union(*every.values())
     chosen = []
@@ -111,9 +115,9 @@ def pairs(n, apart=()):
     return chosen
 
 
-@pytest.mark.parametrize(("n", "apart"), [(3, ALGORITHM_AND_WIRE), every(3, ())])
-def test_accepted_pairs_are_bitwise_identical_to_a_simulation(ranks, n, apart):
-    cases = pairs(n, apart)
+@pytest.mark.parametrize(("n", "excluded_axes"), [(3, ALGORITHM_AND_WIRE), every(3, ())])
+def test_accepted_pairs_are_bitwise_identical_to_a_simulation(ranks, n, excluded_axes):
+    cases = covering_cases(n, excluded_axes)
     results = list(zip(*ranks(n)(trained, cases), strict=True))
     waiting = [case for case in cases if case[2] == "synchronous"]
     assert len(waiting) > 30 and len(cases) > len(waiting) + 5

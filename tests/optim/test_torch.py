@@ -1,4 +1,4 @@
-"""torch's optimizers, scaler and dtypes inside Gossip: bitwise their own steps, mixed."""
+"""Optimizers, GradScaler and types of torch inside Gossip, compared with torch's own steps."""
 
 import copy
 
@@ -30,8 +30,6 @@ OPTIMIZERS = {
     "Rprop": {},
     "ASGD": {},
 }
-if not hasattr(torch.optim, "Adafactor"):
-    del OPTIMIZERS["Adafactor"]
 
 
 class Net(nn.Module):
@@ -57,7 +55,7 @@ class Net(nn.Module):
 def net(node=None):
     torch.manual_seed(0)
     made = Net().to(memory_format=torch.channels_last)
-    if node:  # all but the first begin elsewhere
+    if node:  # the initial model of all nodes but the first differs
         with torch.no_grad():
             for p in made.parameters():
                 p.add_(node)
@@ -321,15 +319,18 @@ METHODS = {
     "dsgd": {}, "dsgd awc": {"style": "awc"}, "d2": {}, "dsgt awc": {"style": "awc"},
     "slowmo": {"period": 2}, "dmsgd": {}, "choco": {"graph": "ring"}, "sgp": {"wire": "bf16"},
     "detag": {"cadence": "every", "period": 2},
-    # in the third step, after which a state is taken, an exchange of either is open
+    # After the third step, when the state is saved, an exchange of these two is in flight.
     "choco late": {"graph": "ring", "cadence": "every", "period": 2, "fragments": 1, "delay": 2},
     "diloco late": {"period": 4, "fragments": 2, "delay": 2},
 }  # fmt: skip
 
 
 @with_world
-def gone_on(world):
-    """Make six steps at once; then three, and the rest in a new Gossip, and in the first one."""
+def train_and_resume(world):
+    """Return the parameters after six steps, for each method: uninterrupted, and twice resumed.
+
+    The state of step 3 is loaded by a new Gossip, and by the Gossip that has made all six steps.
+    """
     results = {}
     for name, options in METHODS.items():
 
@@ -362,7 +363,7 @@ def gone_on(world):
 
 
 def test_state_dicts_resume_bitwise(ranks):
-    for each in ranks(N)(gone_on, timeout=120):
+    for each in ranks(N)(train_and_resume, timeout=120):
         for name, (whole, *others) in each.items():
             for k, other in enumerate(others):
                 assert all(map(torch.equal, whole, other)), (name, k)

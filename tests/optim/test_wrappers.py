@@ -1,4 +1,4 @@
-"""Models that other parts of torch wrap or inspect: checkpoints, compile, DDP, EMA."""
+"""Models that other parts of torch wrap or read: checkpoints, compile, DDP, moving averages."""
 
 from contextlib import contextmanager
 
@@ -50,7 +50,7 @@ def test_each_parameter_has_its_own_storage(tmp_path):
     assert (tmp_path / "saved").stat().st_size == (tmp_path / "alone").stat().st_size
 
 
-# -- what is around the model before or after Gossip ----------------------------------------------
+# -- wrappers that are applied before or after Gossip ---------------------------------------------
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def test_a_state_resumes_with_and_without_compile(tmp_path, first):
 
 @on_each("ema", [True, False])
 def test_a_models_average_over_steps_is_that_of_the_plain_optimizer(ema):
-    """AveragedModel copies the model before or after the vector is laid out; SWALR drives it."""
+    """AveragedModel copies the model before or after the first step; SWALR sets the rate."""
     kept = []
     for wrap in (
         lambda model, inner: inner,

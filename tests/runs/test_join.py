@@ -50,6 +50,10 @@ def job(*settings, algorithm="dsgd"):
 
 @pytest.fixture(autouse=True)
 def one_draws_at_a_time(monkeypatch):
+    lock_draws(monkeypatch)
+
+
+def lock_draws(monkeypatch):
     """Lock torch's random generator, because members are threads here and not processes."""
     lock = threading.Lock()
     assemble = joining.assemble
@@ -99,11 +103,14 @@ def test_members_train_and_replay_is_equal(tmp_path, algorithm):
     assert best > 0.6, result
 
 
-@pytest.mark.parametrize("algorithm", ["dsgd", "noloco"])
-def test_fast_members_train_several_chunks_per_round(tmp_path, monkeypatch, algorithm):
-    folder = tmp_path / "run"
+UNEQUAL = ("cadence.period=auto", "cadence.shortest=2", "cadence.longest=8")
+"""Settings of members whose number of steps in a round follows their speed."""
+
+
+def slow_down(monkeypatch, waits):
+    """Let the steps of each further member wait for one of the times in ``waits``, in seconds."""
     assemble = joining.assemble
-    waits = [0.02, 0.005, 0.005]
+    waits = [*waits]
 
     def slowed(*given):
         made = assemble(*given)
@@ -118,8 +125,13 @@ def test_fast_members_train_several_chunks_per_round(tmp_path, monkeypatch, algo
         return made
 
     monkeypatch.setattr(joining, "assemble", slowed)
-    auto = ["cadence.period=auto", "cadence.shortest=2", "cadence.longest=8"]
-    result = members(folder, 3, *auto, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ["dsgd", "noloco"])
+def test_fast_members_train_several_chunks_per_round(tmp_path, monkeypatch, algorithm):
+    folder = tmp_path / "run"
+    slow_down(monkeypatch, [0.2, 0.01, 0.01])
+    result = members(folder, 3, *UNEQUAL, algorithm=algorithm)
     assert all(one["finished"] for one in result)
     paths = folder.glob("chain/??????/??????")
     rounds = [
@@ -154,7 +166,7 @@ def test_the_time_of_a_round_excludes_waiting_for_a_chunk(tmp_path, monkeypatch)
     assert join(tmp_path / "run", job(), lease_s=10.0, poll_s=0.05)["finished"]
     lease_of = joining.check_lease
     monkeypatch.setattr(joining, "check_lease", lambda _, round_s: lease_of(0.0, round_s))
-    with pytest.raises(JobError, match="but a lease is 0 s"):
+    with pytest.raises(JobError, match="members.lease_s = 0: .*five times"):
         join(tmp_path / "other", job(), lease_s=30.0, poll_s=0.05)
 
 
@@ -265,7 +277,7 @@ def test_replay_detects_a_changed_record(tmp_path):
     other = start.read_text().replace('"threads": "', '"threads": "7')
     start.unlink()
     start.write_text(other)
-    with pytest.raises(ReplayMismatch, match="it was made with threads 7"):
+    with pytest.raises(ReplayMismatch, match="threads 7"):
         replay(folder)
     record.unlink()
     for rounds in (None, (3, 3)):
@@ -284,7 +296,6 @@ def test_replay_detects_a_changed_record(tmp_path):
         (["node.wire=bf16"], 'members need "fp32"'),
         (["graph.name=ring"], 'members need "one-peer-exponential"'),
         (["node.precision=fp16"], "bf16"),
-        (["node.ranks_per_node=2"], "a member is one rank"),
     ],
 )
 def test_jobs_that_members_cannot_train(tmp_path, settings, said):
@@ -326,7 +337,7 @@ def test_folders_that_are_rejected(tmp_path, capsys):
         assert cli.main(command) == 2
         assert f"continue it with `mpigossip join {folder}`" in capsys.readouterr().err
     text = (folder / "job.toml").read_text()
-    for was, now in (("torch 2", "torch 1"), ("members 3", "members 9"), ("parameters ", "x")):
+    for was, now in (("torch 2", "torch 1"), ("members 2", "members 9"), ("parameters ", "x")):
         (folder / "job.toml").write_text(text.replace(was, now, 1))
         with pytest.raises(JobError, match="was begun with another version or model"):
             join(folder, lease_s=30.0)

@@ -22,7 +22,7 @@ SMALL = {
     "stream": "data.samples=384 data.test_samples=32 run.epochs=2",
     "letters": "data.samples=96 data.test_samples=8 run.epochs=2 data.context=8",
 }
-"""Settings that make each a matter of a second on 3 nodes."""
+"""Settings with which each job takes about a second on 3 nodes."""
 METRICS = {
     "oscillator": ["residual", "squared_error"],
     "shapes": ["overlap", "pixels"],

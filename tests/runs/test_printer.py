@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mpigossip.cluster.ranks import SingleProcess
-from mpigossip.engine.measurements import Record
+from mpigossip.engine.measurements import StepMetrics
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.runs.job import JobNode
@@ -57,7 +57,9 @@ def shown(stream, plain_s=30.0, steps=5, rank=0, thread=False, folder="nowhere/e
         seconds = {"compute_s": 0.03, "node_s": 0.0, "exchange_s": 0.005, "idle_s": 0.005}
         for k in range(steps):
             loss = torch.full((4,), 2.0 - k, dtype=torch.float64)
-            record = Record(k, ExchangeKind.GOSSIP, 0.1, loss, loss, loss, float("nan"), seconds)
+            record = StepMetrics(
+                k, ExchangeKind.GOSSIP, 0.1, loss, loss, loss, float("nan"), seconds
+            )
             mixer.exchange_seconds += 0.04 * thread
             mixer.wait_seconds += 0.01
             printer._shown_at -= 1.0  # simulate that a second has passed
@@ -102,7 +104,7 @@ def test_an_idle_step_keeps_the_metrics_of_the_previous_step():
         printer.start(progress, assembly)
         for k, (loss, rested) in enumerate([(0.5, ()), (float("nan"), (0,))]):
             value = torch.tensor([loss], dtype=torch.float64)
-            record = Record(
+            record = StepMetrics(
                 k, ExchangeKind.LOCAL, 0.1, value, value, value, loss, {"compute_s": 1.0}
             )
             record.metrics = {"accuracy": value}

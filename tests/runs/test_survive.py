@@ -34,7 +34,7 @@ TOOLS = Path(__file__).parents[2] / "tools"
 @with_world
 def differing(world, staged, wire):
     """Return the difference between plain messages and the simulator, by graph."""
-    from mpigossip.mixing.compressors import wire as made_wire
+    from mpigossip.mixing.lossy_wires import wire as made_wire
     from mpigossip.mixing.synchronous import FaultTolerant
 
     layout = MessageLayout(LAYOUT.widths, LAYOUT.vectors, LAYOUT.scalars, wire=made_wire(wire))
@@ -92,6 +92,34 @@ def test_which_worlds_are_fault_tolerant():
         "Open MPI v5.0.11", on | {"SLURM_STEP_ID": "0", "PRTE_LAUNCHED": "1"}
     )
     assert not world_ranks.fault_tolerant("MPICH Version: 5.0.2", on)
+
+
+UNSPECIFIC = """
+import os, signal
+import mpigossip
+from mpi4py import MPI
+
+world = mpigossip.world(timeout_s=20)
+world.survives = True
+errors = [MPI.Exception(MPI.ERR_OTHER), MPI.Exception(MPI.ERR_ARG), ValueError("other")]
+before = [world.is_rank_failure(error) for error in errors]
+world.barrier()
+if world.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+after = [world.is_rank_failure(error) for error in errors]
+print(f"rank {world.rank}: {before} {after}\\n", end="", flush=True)
+os._exit(0)
+"""
+
+
+def test_an_unspecific_error_counts_as_a_rank_failure_if_a_rank_has_failed(mpirun, monkeypatch):
+    if not launch.is_open_mpi():
+        pytest.skip("only Open MPI's launcher has --with-ft ulfm")
+    monkeypatch.setenv("MPIGOSSIP_MPIEXEC", shlex.join([*launch.launcher(), "--with-ft", "ulfm"]))
+    done = mpirun(3, [sys.executable, "-c", UNSPECIFIC], 60)
+    line = "rank {}: [False, False, False] [True, False, False]"
+    lines = done.stdout.splitlines()
+    assert all(line.format(rank) in lines for rank in (0, 2)), done
 
 
 @with_world
@@ -199,7 +227,7 @@ def test_a_node_ends_its_loop_alone_if_others_have_left_theirs(monkeypatch):
     survival.step(fails)
     assert survival.stage is survive.Stage.ALONE and world.isolated
     assert survival._node.world is not world
-    survival.step(fails)  # another failure: the survivors meet once more
+    survival.step(fails)  # after another failure, the survivors agree on a step again
     assert survival.stage is survive.Stage.ALONE and world.isolated
     survival.leave()
     assert survival.stage is survive.Stage.LEAVING and not world.isolated
@@ -355,7 +383,7 @@ def test_a_kill_loses_at_most_the_open_exchange_of_a_fragment(tolerant, tmp_path
 @pytest.mark.every  # by default, a run and a loop are killed at random steps
 def test_a_kill_while_a_checkpoint_is_written_costs_nothing(mpirun):
     if launch.is_open_mpi():
-        pytest.skip("the same with either MPI, and MPICH's lane has run it")
+        pytest.skip("the result does not depend on the MPI, and MPICH has been tested")
     command = [sys.executable, TOOLS / "labs" / "kill.py", "checkpoints", "--count", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and "1 kills, 0 wrong" in done.stdout, done.stdout + done.stderr

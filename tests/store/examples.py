@@ -50,7 +50,7 @@ def set_dataset(name, value):
 
 
 def node_state(node, step=0, size=1000):
-    """Return a state of a node that has an array of each type, with values that it alone has."""
+    """Return a state of a node: an array of each type, with values that no other node has."""
     draw = np.random.default_rng([node, step])
     return NodeState(
         parameters=draw.standard_normal(size + 6, dtype=np.float32),

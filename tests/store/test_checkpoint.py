@@ -58,7 +58,7 @@ def test_round_trip(tmp_path):
 
 
 def test_the_manifest_is_read_once_for_all_nodes(tmp_path, monkeypatch):
-    """Its length grows with the number of nodes: reading it for each node takes n² time."""
+    """Reading the manifest, whose length grows with n, for each node would take n² time."""
     path = write_checkpoint(tmp_path, 3)
     reads = []
     read = checkpoint.read_manifest
@@ -76,7 +76,7 @@ def test_the_manifest_is_read_once_for_all_nodes(tmp_path, monkeypatch):
 
 
 def by_slot(node, step=0):
-    """Yield `state` in three slots; the columns of the last one are padding only."""
+    """Yield the state of a node in three slots; the shard of the last slot is padding only."""
     full = node_state(node, step)
     ends = (0, 600, 1006, 1006)
     for slot, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
@@ -144,7 +144,9 @@ def test_swapped_files_of_two_slots_are_detected(tmp_path, capsys):
 def test_slots_of_a_node_with_different_contents_are_rejected(tmp_path):
     temporary = checkpoint.begin(tmp_path, 1)
     first, second, third = by_slot(0, 1)
-    second.arrays["flags"] = second.pieces["state/momentum"]  # with the same path as in the first
+    second.arrays["flags"] = second.pieces[
+        "state/momentum"
+    ]  # This array has the same path as in the first slot.
     first.arrays["flags"] = first.pieces["state/momentum"]
     entries = [checkpoint.write_node(temporary, 0, part) for part in (first, second, third)]
     path = checkpoint.commit(temporary, tmp_path, 1, entries, JOB, {})
@@ -320,7 +322,7 @@ def test_the_same_step_again_and_files_of_killed_writers(tmp_path):
     path = write_checkpoint(tmp_path, 1, n=2)
     assert write_checkpoint(tmp_path, 1, n=3) == path
     assert checkpoint.read_manifest(path).n == 3
-    # After a kill between the two renames, the old one counts, and is renamed back.
+    # If the writer is killed between the two renames, the old checkpoint is used and renamed back.
     path.rename(path.with_suffix(".old"))
     assert checkpoint.latest(tmp_path) == path.with_suffix(".old")
     assert checkpoint.verify(path.with_suffix(".old")) == []
@@ -343,7 +345,7 @@ def test_a_damaged_checkpoint_is_kept_if_its_step_is_written_again(tmp_path):
         write_checkpoint(tmp_path, 3)
         assert checkpoint.verify(path) == []
         assert len([*path.parent.glob("step-00000003.damaged*")]) == count
-    # After a kill behind the second rename, the one with the final name is newer.
+    # If the writer is killed after the second rename, the folder with the final name is newer.
     shutil.copytree(path, path.with_suffix(".old"))
     assert checkpoint.latest(tmp_path) == path
     flip_bit(path / "checkpoint.h5")

@@ -1,4 +1,4 @@
-"""Untrusted files: links to other files, too large declared sizes, and unknown structures."""
+"""Files of unknown origin: links to other files, false sizes, and unknown structures."""
 
 import os
 import random
@@ -96,13 +96,13 @@ FORGED = {
     "nested": (set_dataset("numbers", np.bytes_(b"[" * 100_000)), "recursion"),
     "node": (another, "'node': 1.*, not node 0"),
     "stranger": (set_dataset("further", np.zeros(3)), "further"),
-    "names": (layout(name=(1, b"conv.weight")), "2 of 3 parameters"),
-    "negative shape": (layout(shape=(1, (-5, 0))), "größe.* not at"),
-    "negative offset": (layout(offset=(1, -1)), "größe.* not at"),
+    "names": (layout(name=(1, b"conv.weight")), "3 parameters with 2 different names"),
+    "negative shape": (layout(shape=(1, (-5, 0))), "größe.*must"),
+    "negative offset": (layout(offset=(1, -1)), "größe.*must"),
     "no parameters": (lambda file: file.__delitem__("parameters"), "parameters"),
     "no group": (lambda file: file.__delitem__("arrays"), "arrays"),
     "float64": (set_dataset("parameters", np.zeros(1006)), "parameters"),
-    "dimensions": (layout(ndim=(1, 1 << 40)), "größe.* not at"),
+    "dimensions": (layout(ndim=(1, 1 << 40)), "größe.*must"),
 }
 
 

@@ -104,7 +104,7 @@ def test_the_same_evaluation_again_replaces_it(tmp_path):
         out.evaluation(evaluation(9, 3))
     got = read(tmp_path / "log.h5").evaluations
     assert got["step"].tolist() == [10] and got["accuracy"].tolist() == [0.9]
-    for step in (20, 10, 20):  # as after a write that failed
+    for step in (20, 10, 20):  # This is the state after a write that failed.
         out.evaluation(evaluation(step, 3))
     got = read(tmp_path / "log.h5").evaluations
     assert got["step"].tolist() == [10, 20] and got["accuracy"].tolist() == [0.01, 0.02]
@@ -248,7 +248,7 @@ def test_death_at_each_single_write(tmp_path, monkeypatch, function):
         rows = len(read(path).steps["step"])
         seen.add(rows)
         journal.recover(path)
-        with h5py.File(path) as file:  # h5py reads the same
+        with h5py.File(path) as file:  # h5py reads the same values.
             assert len(file["steps/step"]) == rows
         got = read(path)
         same(got, old) if rows == 20 else np.testing.assert_array_equal(
@@ -259,7 +259,9 @@ def test_death_at_each_single_write(tmp_path, monkeypatch, function):
         out.append(log_values(range(rows, rows + 5), 3))
         if finished:
             break
-    assert finished and survive >= 3 and seen == {25}  # the journal was complete
+    assert (
+        finished and survive >= 3 and seen == {25}
+    )  # The journal was complete, so its changes were applied.
 
 
 def test_an_incomplete_journal_changes_nothing(tmp_path):

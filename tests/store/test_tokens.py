@@ -161,8 +161,8 @@ def test_losses_are_logged_per_byte(bpe, plain, tmp_path):
         ),
         ("é".encode() * 90 + b"\xe9\n", {"tokenizer": "bpe"}, "is not UTF-8: byte 0xe9 at 180;"),
         (b"abc", {"tokenizer": "words"}, "--tokenizer 'words': .* byte, bpe"),
-        (b"abc", {"tokenizer": "bpe", "vocabulary": 256}, "--vocabulary 256: .* give 257 to 65536"),
-        (b"abc", {"tokenizer": "bpe", "vocabulary": 70_000}, "--vocabulary 70000: .* give 257"),
+        (b"abc", {"tokenizer": "bpe", "vocabulary": 256}, "--vocabulary 256: .* 257 to 65536"),
+        (b"abc", {"tokenizer": "bpe", "vocabulary": 70_000}, "--vocabulary 70000: .* 257 to 65536"),
     ],
 )
 def test_invalid_texts_and_options_are_rejected(tmp_path, text, more, message):
@@ -187,7 +187,7 @@ def test_a_tokenizer_is_for_text(tmp_path):
         pack(tmp_path / "none", tmp_path / "x.h5")
     with pytest.raises(StoreError, match="--tokenizer 'bpe' is for text"):
         pack(tmp_path, tmp_path / "x.h5", tokenizer="bpe")
-    with pytest.raises(StoreError, match="--vocabulary 300 is for byte pairs"):
+    with pytest.raises(StoreError, match="--vocabulary 300"):
         pack(tmp_path, tmp_path / "x.h5", text=True, vocabulary=300)
 
 
@@ -235,9 +235,9 @@ def test_a_damaged_tokenizer_is_rejected(bpe, tmp_path):
         file.attrs["tokenizer"] = np.bytes_("bpe-400-12345678")
 
     for change, message in (
-        (letter, "its tokenizer is bpe-400-.*, not bpe-400-"),
-        (renamed, "not bpe-400-12345678"),
-        (length, "400 tokens, not 1 to 65536"),
+        (letter, "its tokenizer is bpe-400-.* tokenizer is bpe-400-"),
+        (renamed, "tokenizer is bpe-400-12345678"),
+        (length, "400 tokens.* 1 to 65536"),
     ):
         with pytest.raises(StoreError, match=message):
             open_dataset(damaged(bpe, tmp_path / "bad.h5", change))

@@ -345,6 +345,21 @@ def cells(**sizes):
     return [Cell(tuple(zip(sizes, point, strict=True)), (), 3) for point in labels]
 
 
+def test_accuracies_near_chance_and_wide_intervals_are_reported():
+    def warnings(*accuracies):
+        runs = [run_of(accuracy) for accuracy in accuracies]
+        for run in runs:
+            run.log.job += "[data]\nsource = 'digits'\nclasses = 10\n"
+        lines = study_of([runs]).table().splitlines()
+        return [line for line in lines if line.startswith("warning: ")]
+
+    assert warnings(0.97, 0.96, 0.98) == []
+    (near,) = warnings(0.11, 0.12, 0.11)
+    assert "0.11 is near chance (1/10)" in near
+    (wide,) = warnings(0.5, 0.9, 0.7)
+    assert "1 of 1 intervals exceed ± 0.1" in wide
+
+
 def run_of(accuracy, loss=0.5, late=False, sent=12345678):
     """Return a synthetic run whose log has these metrics at both of its evaluations."""
     steps = {"loss": np.full((40, 3), 1.0), "step": np.arange(40)}
@@ -514,6 +529,8 @@ def test_a_table_explains_its_numbers_and_lists_diverged_runs():
     assert comments.splitlines() == [
         "% ±: half the 95 % interval of the mean of 2 seeds (Student's t); n = 3, 40 steps",
         "% diverged late: the training loss rose again by over half of its decrease",
+        "% warning: 3 of 5 intervals exceed ± 0.1: use more seeds, train longer, or use an easier "
+        "problem (model.name=mlp)",
         "% bold: not significantly different from the best accuracy (paired Dunnett's test)",
     ]
     assert lines.splitlines()[2:] == [
@@ -535,7 +552,7 @@ def test_a_table_explains_its_numbers_and_lists_diverged_runs():
     text = study.table().splitlines()
     assert [line.endswith("12.35") for line in text[1:3]] == [True, True]
     assert text[3].endswith("  †") and text[6] == "† 2 of 2 diverged late; no tried rate converged"
-    assert text[9:] == [line.removeprefix("% ") for line in comments.splitlines()[:2]]
+    assert text[9:] == [line.removeprefix("% ") for line in comments.splitlines()[:3]]
     single = study_of([[run_of(0.9)]]).table("latex")
     assert single.startswith(
         "% one seed, no intervals; n = 3, 40 steps\n% bold: the best accuracy\n"

@@ -16,7 +16,7 @@ MACHINE = Machine(0.2, 0.0, 0.0, 1e-4, 1.2e8, 1e-4, 1.2e8, 1e10)
 
 @pytest.fixture
 def atlas(monkeypatch):
-    """The program's names; it is started where the repository is."""
+    """Return the module of the program, which requires the repository as its working directory."""
     monkeypatch.syspath_prepend(str(REPO))
     yield runpy.run_path(str(REPO / "tools" / "bench" / "atlas.py"))
     sys.modules.pop("tools.bench.atlas", None)

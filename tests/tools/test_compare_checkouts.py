@@ -16,7 +16,7 @@ TOOL = ROOT / "tools" / "labs" / "compare_checkouts.py"
 
 @pytest.fixture
 def labs(monkeypatch):
-    """The two modules of the program."""
+    """Return the two modules of the program."""
     monkeypatch.syspath_prepend(str(TOOL.parent))
     import checkouts
     import compare_checkouts

@@ -1,6 +1,8 @@
 """The site: its reference has all of the code, and code blocks of its pages run or resolve."""
 
+import contextlib
 import inspect
+import io
 import itertools
 import json
 import os
@@ -18,9 +20,12 @@ import pytest
 
 import mpigossip
 from mpigossip import cli, config
+from mpigossip.analysis.plan import ALL_REDUCE
+from mpigossip.analysis.plan.quality import EVIDENCE as EVIDENCE_OF_QUALITY
 from mpigossip.commands.arguments import every
 from mpigossip.config.sections import SECTIONS
 from mpigossip.store import log
+from mpigossip.training import assemble, costs
 from tests.cases import on_each
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +91,7 @@ def callables():
 
 
 def test_the_page_python_names_every_argument_and_no_other():
-    """In a field ``:param``, where there are several, or in the text, where it is the only one."""
+    """Several arguments are described by ``:param`` fields; a single one may be in the text."""
     wrong = []
     seen = set()
     for name, made in callables():
@@ -111,7 +116,7 @@ def test_gossip_takes_the_options_that_the_page_python_lists():
 
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_the_commands_of_a_page_are_commands(page, monkeypatch, capsys):
-    """Parsed, not run; extras and copied examples exist."""
+    """The commands are parsed, but not run; their extras and copied examples exist."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for extras in re.findall(r"pip install.*\[([\w,-]+)\]", PAGES[page]):
         assert set(extras.split(",")) <= project["optional-dependencies"].keys()
@@ -128,7 +133,7 @@ def test_the_commands_of_a_page_are_commands(page, monkeypatch, capsys):
 
 @pytest.mark.every
 def test_tutorials_run_as_pasted(tmp_path, mpirun, monkeypatch):
-    """The loop on four ranks, and resumed; the algorithm and graph in a study."""
+    """Run the loop on four ranks, and resume it; then run the study of algorithm and graph."""
     (program,) = blocks("tutorial-loop", "python")
     for steps in (30, 40):  # the second goes on where the first ended
         (tmp_path / "train.py").write_text(program.replace("BATCH = 600", f"BATCH = {steps}"))
@@ -142,7 +147,7 @@ def test_tutorials_run_as_pasted(tmp_path, mpirun, monkeypatch):
     local_values, study = blocks("tutorial-study", "python")
     (tmp_path / "mine.py").write_text(local_values)
     (tmp_path / "study.py").write_text(
-        study.replace("run.epochs=4", "run.steps=4").replace("seeds=3", "seeds=1")
+        study.replace("run.epochs=20", "run.steps=4").replace("seeds=3", "seeds=1")
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     done = subprocess.run(
@@ -152,12 +157,20 @@ def test_tutorials_run_as_pasted(tmp_path, mpirun, monkeypatch):
     assert "two rings" in done.stdout
 
 
-SHELL = ["install", "migrate", "choose", "tutorial-digits", "tutorial-loop", "tutorial-study"]
+SHELL = [
+    "install",
+    "migrate",
+    "choose",
+    "will-it-help",
+    "tutorial-digits",
+    "tutorial-loop",
+    "tutorial-study",
+]
 SCRIPTS = [p for p in (ROOT / "jobs").rglob("*") if p.suffix in (".sh", ".sbatch", ".def", ".toml")]
 
 
 def here(name):
-    """Whether a file that a page names is there: in the reader's folder or in the source tree."""
+    """Return whether a file that a page names exists, in the reader's folder or the source tree."""
     return Path(name).exists() or (ROOT / name).exists()
 
 
@@ -244,7 +257,7 @@ def test_the_script_of_a_rank_for_each_gpu_is_as_the_page_says(capsys, monkeypat
 
 @pytest.mark.every
 def test_the_table_of_choose_is_what_plan_predicts(capsys):
-    """Its column of 1 Gbit/s: the command of the page, at all that it is given."""
+    """Compare the column of 1 Gbit/s with the output of the command on the page."""
     (line,) = [each for each in lines("choose") if " plan " in each]
     assert cli.main([*shlex.split(line)[1:], "--json"]) == 0
     rows = {row["label"]: row for row in json.loads(capsys.readouterr().out)["16"]["proposals"]}
@@ -266,6 +279,108 @@ def test_the_table_of_choose_is_what_plan_predicts(capsys):
         assert float(megabytes) == pytest.approx(rows[label]["bytes_per_step"] / 1e6, abs=0.6)
 
 
+SHOWN = re.compile(r"^```bash\n(mpigossip .*?)\n```\n+```\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+"""A command, and below it the block with its output. A line … stands for lines that are omitted."""
+
+
+@on_each("page", ["will-it-help", "gpt-8x8"])
+def test_the_output_on_a_page_is_what_its_command_prints(page):
+    shown = SHOWN.findall(PAGES[page])
+    assert shown
+    for command, block in shown:
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            assert cli.main(shlex.split(command)[1:]) == 0
+        parts = [part.strip("\n") for part in re.split("^…$", block, flags=re.MULTILINE)]
+        places = [output.getvalue().find(part) for part in parts]
+        assert min(places) >= 0 and places[:-1] == sorted(places[:-1]), command
+        assert len(parts) > 1 or parts[0] == output.getvalue().strip("\n"), command
+
+
+def numbers(sentences):
+    """Return the numbers of a text outside of links and code."""
+    text = re.sub(r"\]\([^)]*\)|`[^`]*`", " ", sentences)
+    return re.findall(r"(?<![\w.])\d[\d.,]*(?<![.,])", text)
+
+
+def check_numbers(name, sentences):
+    """Assert that each number of a text occurs in a file that the same text links."""
+    links = re.findall(r"\]\(([^)#]+)", sentences)
+    sources = " ".join((ROOT / name).parent.joinpath(link).read_text() for link in links)
+    missing = [n for n in numbers(sentences) if not re.search(rf"(?<![\d.]){n}(?!\d)", sources)]
+    assert numbers(sentences) and missing == [], (sentences, missing)
+
+
+def test_each_number_of_the_answer_is_in_a_source_that_its_sentence_links():
+    """The page "Will it help me?" begins with the answer: five items of a list."""
+    answer = PAGES["will-it-help"].partition("\n## ")[0]
+    items = answer.split("\n* ")[1:]
+    assert len(items) == 5
+    for item in items:
+        check_numbers("tools/docs/will-it-help.md", item)
+
+
+def test_each_number_of_the_first_screen_and_of_the_results_of_the_readme_has_a_source():
+    readme = (ROOT / "README.md").read_text()
+    items = readme.partition("\n**1. ")[0].split("\n* ")[1:4]
+    measured = readme.partition("\n## Measured\n")[2].partition("\n## ")[0]
+    rows = [line for line in measured.splitlines() if line.startswith("| ") and "](" in line]
+    assert len(items) == 3 and len(rows) == 9
+    for text in [*items, *rows]:
+        check_numbers("README.md", text)
+
+
+def test_the_times_of_the_readme_are_what_plan_predicts():
+    readme = (ROOT / "README.md").read_text()
+    texts = ("takes {} instead of {} ms", "no gain: {} instead of {} ms")
+    commands = re.findall(r"^mpigossip (plan --parameters .*)$", readme, re.MULTILINE)
+    for command, text in zip(commands, texts, strict=True):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            assert cli.main([*shlex.split(command), "--json"]) == 0
+        rows = json.loads(output.getvalue())["rows"]
+        one, all_nodes = (
+            next(round(1e3 * row["step_s"]) for row in rows if row["graph"] == graph)
+            for graph in ("one-peer-exponential", ALL_REDUCE)
+        )
+        assert text.format(one, all_nodes) in " ".join(readme.split())
+
+
+def test_the_losses_and_the_memory_on_the_page_of_a_gpt_have_a_source():
+    page = PAGES["gpt-8x8"]
+    losses = page.partition("\n## Which loss")[2].partition("\n## ")[0]
+    rows = [line for line in losses.splitlines() if line.startswith("| ") and "](" in line]
+    assert len(rows) == 5
+    for row in rows:
+        check_numbers("tools/docs/gpt-8x8.md", row)
+    (command,) = [line for line in lines("gpt-8x8", ["bash"]) if " --dry-run " in line]
+    settings = [word for word in command.split() if "=" in word]
+    what = costs.subject(assemble.load(ROOT / "jobs/gpt-124m.toml", settings))[0]
+    memory = costs.memory(what, costs.exchanges(what, 8))
+    on_host = {"messages' host", "snapshot for checkpoints"}
+    on_gpus = sum(count for name, count in memory.items() if name not in on_host)
+    assert on_host < memory.keys() and f"messages: {on_gpus / 8 / 1e9:.2f} GB." in page
+
+
+def test_will_it_help_has_the_situations_and_costs_that_were_measured():
+    """Compare its tables with the page of claims and with the table of `plan --best`."""
+    results = (ROOT / "jobs/claims/RESULTS.md").read_text()
+    (table,) = re.findall(r"^\| situation .*?\n\n", results, re.DOTALL | re.MULTILINE)
+    assert table in PAGES["will-it-help"]
+    costs = PAGES["will-it-help"].partition("| method, graph |")[2].partition("\n\n")[0]
+    assert costs.count("\n") == len(EVIDENCE_OF_QUALITY) + 1
+    for row in EVIDENCE_OF_QUALITY:
+        period = f", H = {row.period}" if row.period > 1 else ""
+        interval = f" [{row.interval[0]:g}, {row.interval[1]:g}]" if row.interval else ""
+        page = os.path.relpath(ROOT / row.page, HERE)
+        start = f"| `{row.method}`{period}, {row.graph} | {row.model}, {row.nodes} nodes "
+        cost = f"| {row.cost:g}{interval} {row.unit} | ["
+        assert any(
+            line.startswith(start + cost) and line.endswith(f"]({page}) |")
+            for line in costs.splitlines()
+        ), start
+
+
 @pytest.mark.every
 def test_the_site_is_built_without_a_warning():
     pytest.importorskip("furo")
@@ -278,7 +393,7 @@ EVIDENCE = json.loads((HERE / "evidence.json").read_text())
 
 @on_each("row", EVIDENCE)
 def test_numbers_on_several_pages_are_those_of_the_evidence(row):
-    """Its JSON is the one place: the source has them, and each page that repeats them."""
+    """The JSON of the evidence is the reference for its page and for pages that repeat numbers."""
     source = (ROOT / row["source"]).read_text()
     assert all(re.search(rf"(?<![\d.]){re.escape(n)}", source) for n in row["numbers"])
     shown = row.get("shown", row["numbers"])

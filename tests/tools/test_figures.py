@@ -22,7 +22,7 @@ TINY = [
 
 @pytest.fixture
 def little(tmp_path, monkeypatch):
-    """`mpigossip.study` with two labels an axis, few nodes, one seed and no search of rates."""
+    """Replace `mpigossip.study` by a small one: two labels per axis, few nodes, one seed."""
     (tmp_path / "jobs").symlink_to(REPO / "jobs")
     monkeypatch.chdir(tmp_path)
     whole = mpigossip.study

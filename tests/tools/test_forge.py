@@ -14,7 +14,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def test_forged_files_are_refused_in_words_fast_and_open_nothing_else():
-    """A sample of the lab's thousand; what it counts as wrong is told in its first lines."""
+    """Run a sample of the lab's cases; the docstring of the program lists the wrong results."""
     forge = [sys.executable, REPO / "tools/labs/forge.py", "--count", "60", "--seed", "3"]
     done = subprocess.run(forge, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -22,7 +22,7 @@ def test_forged_files_are_refused_in_words_fast_and_open_nothing_else():
 
 
 def test_mutated_jobs_and_forged_folders_of_members_end_in_a_sentence():
-    """A sample of the lab's 10,000 jobs; times and memory count on a quiet machine only."""
+    """Run a sample of the lab's 10,000 jobs; times and memory are judged on idle machines."""
     few = ["--count", "20", "--steps", "1", "--files", "3", "--seed", "3"]
     forge = [sys.executable, REPO / "tools/labs/forge_jobs.py", *few]
     done = subprocess.run(forge, capture_output=True, text=True, timeout=280)
@@ -31,7 +31,7 @@ def test_mutated_jobs_and_forged_folders_of_members_end_in_a_sentence():
 
 
 def test_a_log_whose_index_counts_wrongly_is_refused_in_words(tmp_path):
-    """HDF5 2.0 reads past what it allocated: more entries are claimed than a deep tree has."""
+    """A B-tree claims more entries than it has, for which HDF5 2.0 reads beyond its memory."""
     names = ("loss", *(f"column_{k}" for k in range(90)))
     path = tmp_path / "log.h5"
     columns = {name: Column("1", "") for name in names}

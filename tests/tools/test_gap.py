@@ -23,7 +23,7 @@ import stored  # noqa: E402
 
 
 def fake(line, count):
-    """Figures by a rule: parallel is best at .025, others at .05; the gap is the rate's."""
+    """Return a run with synthetic metrics; the best rate is .025 for parallel, otherwise .05."""
     method = line["method"]
     lr = line["lr"]
     best = 0.025 if method.startswith("parallel") else 0.05
@@ -41,7 +41,7 @@ def fake(line, count):
 
 @pytest.fixture(scope="module")
 def done():
-    """All runs of the perceptron at 16 nodes of 16 samples."""
+    """Return all runs of the perceptron with 16 nodes and batches of 16 samples."""
     runs = []
     for cell in designs.gap():
         if (cell.nodes, cell.labels["model"], cell.labels["batch"]) != (16, "perceptron", "16"):
@@ -123,7 +123,7 @@ def test_the_static_graph_is_before_the_one_peer_rounds():
 
 @on_each("name", ["dmsgd", "parallel"])
 def test_the_last_model_is_the_average_over_time(name):
-    """The others are the method's own."""
+    """Only the last model is the average over time; all others are the models of the method."""
     runs = []
     for method in (name, f"parts:ema_{name}"):
         options = {} if method == name else {"decay": 0.75, "total": 4}

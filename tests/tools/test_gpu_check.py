@@ -33,7 +33,7 @@ def test_without_a_gpu_it_says_so_and_ends_with_3(warm):
 
 @pytest.mark.every
 def test_a_row_is_rehearsed_on_the_double_and_stands_in_a_file(tmp_path):
-    done = check("--double", "--only", "denormals", "--out", str(tmp_path / "out"))
+    done = check("--double", "--only", "denormal", "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "out/GPU_RESULTS.json").read_text())
     (row,) = result["rows"]
@@ -50,7 +50,10 @@ def tool(monkeypatch):
 
 
 def replaced(tool, monkeypatch, **ways):
-    """The table of checks: one by name, each of which returns or raises what is given."""
+    """Replace the table of checks: each check returns or raises the given value.
+
+    :param ways: value or exception of each check, by its name
+    """
 
     def measured(check, place, seconds):
         result = ways[check.title]
@@ -80,7 +83,7 @@ def test_each_row_stands_beside_its_limit_and_what_did_not_run_says_why(tool, mo
     assert "not run: needs 2 GPUs or more" in text
     late = []
     tool.all_rows(tool.Place("cpu", True), late, time.monotonic() + 5, checks)
-    assert all("time was over" in row.measured for row in late)
+    assert all("time limit" in row.measured for row in late)
 
 
 LEAVES = """

@@ -13,7 +13,12 @@ UNKNOWN = 2
 
 
 def reports(*winners, users=(1, 1), seen=None):
-    """One report for each of the processes a and b, of names that were won by these."""
+    """Return reports of the processes a and b, in which the given process has won each name.
+
+    :param winners: for each name, the process that has won it
+    :param users: user of each process
+    :param seen: content that both processes have read, by name; None: the winner's
+    """
     return [
         LAB["Report"](
             name,
@@ -56,7 +61,7 @@ def test_two_processes_race_in_a_local_folder_and_a_used_one_is_refused(tmp_path
     command = [sys.executable, SCRIPT, tmp_path / "new"]
     one, other = both(command)
     assert one == other
-    assert one[0] == GOOD and "2 processes won" in one[1] or "nothing raced" in one[1]
+    assert one[0] == GOOD and "2 processes won" in one[1] or "did not compete" in one[1]
     assert max(path.stat().st_nlink for path in (tmp_path / "new/race").iterdir()) == 2
     again = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert again.returncode == UNKNOWN and "was used before: name a new folder" in again.stdout

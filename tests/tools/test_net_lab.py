@@ -21,7 +21,7 @@ TRAIN = ["jobs/digits.toml", "run.steps=8", "run.evaluate_every=0", "data.worker
 
 
 def run(*words, check=True):
-    """A command's output."""
+    """Run a command and return its output."""
     done = subprocess.run(
         [str(word) for word in words],
         cwd=REPO,
@@ -37,7 +37,7 @@ def run(*words, check=True):
 
 @pytest.fixture(scope="module")
 def lab(request):
-    """Starts a command on three hosts with fast links, of a latency where a test asks for one."""
+    """Return a function that runs a command on three hosts; a test may set the links' latency."""
     launch.launcher()
     if os.environ.get("MPIGOSSIP_NET_LAB") != "1":
         pytest.skip("MPIGOSSIP_NET_LAB=1 lets the lab of network namespaces start")
@@ -79,7 +79,7 @@ def test_the_bench_measures_a_network(lab):
 
 @pytest.mark.parametrize("lab", ["20"], indirect=True)
 def test_links_with_latency(lab):
-    """A way there and back takes at least twice as long; windows work."""
+    """A round trip takes at least twice the latency of a link, and windows work."""
     asked = (
         "import socket, time; began = time.perf_counter(); "
         "socket.socket().connect_ex(('10.77.0.2', 9)); print(time.perf_counter() - began)"

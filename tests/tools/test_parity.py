@@ -43,7 +43,7 @@ def test_diloco_begins_with_the_model_and_adam_of_parallel():
 
 
 def test_adams_state_is_dropped_where_diloco_begins():
-    """Its next step then is Adam's first: the rate, in the gradient's direction."""
+    """The next step is then Adam's first: each element changes by the learning rate."""
     before, _ = steps("parallel", {}, 5)
     average = {"outer_lr": 1.0, "outer_beta": 0.0, "warm": 5}
     kept, dropped = (
@@ -56,7 +56,10 @@ def test_adams_state_is_dropped_where_diloco_begins():
 
 
 def loss_of(method, lr):
-    """A loss by a rule: best at .006; DiLoCo after 10 % is 10 % above parallel, later .2 %."""
+    """Return a synthetic loss, lowest at rate .006.
+
+    DiLoCo after 10 % of the steps is 10 % above parallel SGD; if it begins later, .2 %.
+    """
     loss = 2.0 + abs(lr - 0.006)
     if method == "parallel":
         return loss
@@ -71,7 +74,7 @@ MODEL = "gpt of 0.07 M"
 
 @pytest.fixture(scope="module", params=["short", "long"])
 def searched(request):
-    """All runs that the design asks for, with those losses."""
+    """Return all runs that the design requires, with the losses of :func:`loss_of`."""
     patch = pytest.MonkeyPatch()
     patch.setattr(designs, "SHORT", {MODEL} if request.param == "short" else set())
     request.addfinalizer(patch.undo)
@@ -94,7 +97,7 @@ def searched(request):
 
 
 def test_the_search_takes_the_fewest_bytes_within_one_percent(searched):
-    """10 % is too early, so that 20 % is taken, at H = 32, with the better outer rate."""
+    """A start after 10 % is too early, so the result is 20 %, H = 32 and the better outer rate."""
     result = designs.chosen(MODEL, searched)
     assert result == designs.Chosen(
         0.006, "H = 32 after 20 %, outer 0.7", 0.006, period=32, start=20

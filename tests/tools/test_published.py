@@ -93,6 +93,33 @@ def test_steps_on_slow_links_take_longer_than_predicted_and_are_warned_about():
         assert bool(warning) == (cell["bandwidth"] < 0.9e9 / 8)
 
 
+def grid() -> list[str]:
+    """Return a Markdown table of all cells: measured and predicted milliseconds, and the error."""
+    links = sorted({cell["bandwidth"] for cell in cells()}, reverse=True)
+    rates = [f"{rate * 8 / 1e6:,.0f} Mbit/s" for rate in links]
+    names = {"ddp": "DDP", "diloco": "DiLoCo, H = {}", "localsgd": "LocalSGD, H = {}"}
+    rows: dict[str, dict] = {}
+    for cell in cells():
+        row = rows.setdefault(names[cell["method"]].format(cell["period"]), {})
+        measured, predicted = (
+            cell["steady_s"],
+            predicted_s(cell["method"], cell["period"], cell["bandwidth"]),
+        )
+        error = round(100 * (predicted / measured - 1))
+        row[cell["bandwidth"]] = (
+            f"{1e3 * measured:,.0f}, {1e3 * predicted:,.0f} ({error:+d} %)".replace("+0 %", "0 %")
+        )
+    lines = [["", *rates], ["---"] * (1 + len(rates))]
+    lines += [[name, *(row.get(rate, "") for rate in links)] for name, row in rows.items()]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def test_the_page_will_it_help_shows_all_cells():
+    table = grid()
+    assert "\n".join(table) in (ROOT / "tools/docs/will-it-help.md").read_text()
+    assert sum(line.count("%)") for line in table) == len(cells()) == 41
+
+
 def test_the_page_shows_the_errors():
     page = (FOLDER / "README.md").read_text()
     groups = {"DiLoCo, LocalSGD": False, "DDP": True}

@@ -38,7 +38,7 @@ def bash(*words, cwd=None, timeout=120, check=True):
 
 @pytest.fixture(scope="module")
 def lab():
-    """Runs a command with the lab's Slurm; its standard output."""
+    """Return a function that runs a command with the lab's Slurm, and returns its output."""
     try:
         metadata.version("mpich")
     except metadata.PackageNotFoundError:
@@ -77,18 +77,19 @@ def wait_for(condition, seconds, what):
 
 
 def state(lab, job):
-    """State and number of restarts of a job."""
+    """Return the state of a job, and its number of restarts."""
     text = lab("scontrol", "show", "job", job)
     return re.search(r"JobState=(\w+)", text)[1], int(re.search(r"Restarts=(\d+)", text)[1])
 
 
 def submit(lab, folder, *settings, options=(), time_limit="5m", nodes=4):
-    """The id of a job made by `mpigossip job`."""
+    """Submit a script of `mpigossip job`; return the ID of the batch job."""
     made = bash(
         *MAIN,
         "job",
         "generic-slurm",
         REPO / "jobs" / "digits.toml",
+        "node.devices=cpu:1",
         *settings,
         "--nodes",
         nodes,
@@ -101,16 +102,16 @@ def submit(lab, folder, *settings, options=(), time_limit="5m", nodes=4):
 
 
 def requeued(lab, job, life, said, name="USR2"):
-    """Signals a job, waits until it has queued itself, and lets it start soon."""
+    """Send a signal to a job, wait until it has queued itself again, and let it start soon."""
     lab("scancel", f"--signal={name}", job)
     wait_for(lambda: state(lab, job) == ("PENDING", life), 120, said)
-    # Slurm lets a requeued job wait for two minutes; at once it would find its credential revoked
+    # Slurm delays a requeued job by two minutes; without a delay, its credential would be revoked.
     time.sleep(5)
     lab("scontrol", "update", f"JobId={job}", "StartTime=now+5")
 
 
 def same(folder, name):
-    """The losses of a run that was cut, and of the whole one, which has the same digest."""
+    """Check that an interrupted run has the losses and the digest of an uninterrupted one."""
     cut, whole = (read(folder / each / "log.h5") for each in (name, "whole"))
     assert cut.summary["digest"] == whole.summary["digest"]
     return cut.steps["loss"], whole.steps["loss"]

@@ -19,14 +19,14 @@ PAGE = (ROOT / "jobs" / "claims" / "THEORY.md").read_text("utf-8")
 
 
 def cells(line):
-    """Cells of a row of Markdown."""
+    """Return the cells of a row of a Markdown table."""
     return [cell.strip() for cell in line.strip("| \n").split(" | ")]
 
 
 @on_each("data", theory.DATA)
 @on_each("name", ["ring", "one-peer-exponential"])
 def test_a_run_settles_where_the_formula_says(data, name):
-    """Gradient noise is drawn: 256 coordinates, 400 steps."""
+    """The gradient noise is random, so the test averages over 256 coordinates and 400 steps."""
     made = graph(name, 8)
     lr = 0.2
     formula = theory.expected(made, data, lr)
@@ -36,7 +36,7 @@ def test_a_run_settles_where_the_formula_says(data, name):
 
 
 def test_the_mean_of_the_nodes_is_parallel_sgd():
-    """On any graph: its error is the noise's alone."""
+    """On any graph, the error of the mean is caused by the gradient noise alone."""
     n = 8
     lr = 0.2
     square = 0.0
@@ -57,7 +57,7 @@ def test_minima_have_mean_0_and_mean_square_1(data):
 
 @on_each(("power", "at"), [(1.0, 0.03), (2.0, 0.03), (1.5, 0.5)])
 def test_the_rate_at_which_the_excess_is_parallels_error(power, at):
-    """The excess over parallel's error grows as a power of the rate, and is it at one of them."""
+    """The excess error is a power of the rate, and equals parallel SGD's error at one rate."""
     made = graph("ring", 8)
 
     def excess(made, data, lr):
@@ -69,7 +69,7 @@ def test_the_rate_at_which_the_excess_is_parallels_error(power, at):
 
 @pytest.mark.every
 def test_the_page_has_what_the_formulas_give():
-    """Where methods settle, measured beside formula; T* of the smallest graphs by formula."""
+    """Compare stationary errors of methods, and T* of the smallest graphs, with the formulas."""
     lines = []
     theory.limits(lines.append)
     rows = [cells(line) for line in lines if line.startswith("| ")]
@@ -91,7 +91,7 @@ def test_the_page_has_what_the_formulas_give():
 
 @pytest.mark.every
 def test_gossip_with_differences_agrees_at_the_rate_of_the_page():
-    """CHOCO: each factor is below its theorem's bound."""
+    """Each measured factor of CHOCO is below the bound of its theorem."""
     lines = []
     theory.choco(lines.append)
     rows = [line for line in lines if "% kept" in line]

@@ -80,7 +80,7 @@ def test_statistics_belong_to_the_averaged_model_on_batches_of_all_nodes(devices
     assert not module.training and not module[2].training
 
 
-def test_an_evaluation_at_any_step_changes_no_bit_of_the_training(tmp_path):
+def test_an_evaluation_at_any_step_does_not_change_the_training(tmp_path):
     plain, before = trained(tmp_path / "a")
     often, after = trained(tmp_path / "b", "run.evaluate_steps=2", "run.recalibrate=2")
     assert plain["digest"] == often["digest"]

@@ -1,4 +1,4 @@
-"""Gradients that the first backward pass writes are those that are added to zeros."""
+"""Gradients that the first backward pass writes are identical to gradients added to zeros."""
 
 import copy
 
@@ -55,7 +55,7 @@ def backward(model, passes):
 
 
 @pytest.mark.parametrize("passes", [(False,), (True,), (False, True), (True, False, True)])
-def test_written_gradients_are_bitwise_those_added_to_zeros(passes):
+def test_written_gradients_are_bitwise_identical_to_gradients_added_to_zeros(passes):
     added, layout, expected = made()
     written, _, row = made()
     gradients = FlatGradients(written, layout, row)
@@ -97,7 +97,7 @@ def test_a_copy_of_a_replica_has_no_hooks():
 
 
 @pytest.mark.parametrize("settings", ["model.name=mlp", "model.name=lenet algorithm.accumulate=2"])
-def test_a_job_trains_to_the_same_bits(settings, monkeypatch):
+def test_a_job_without_written_gradients_is_bitwise_identical(settings, monkeypatch):
     models = []
     for large in (1, 1 << 40):
         monkeypatch.setattr(gradients_module, "LARGE", large)

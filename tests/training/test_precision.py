@@ -1,7 +1,8 @@
-"""bfloat16 and float16 arithmetic, loss scales of nodes, and the administration of CUDA graphs."""
+"""bfloat16 and float16 arithmetic, loss scales of nodes, and capture of CUDA graphs."""
 
 import contextlib
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from mpigossip.groups.threads import ThreadGroup
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.runs import launch
 from mpigossip.store import checkpoint
-from mpigossip.training import assemble, capture, precision, replicas
+from mpigossip.training import assemble, capture, evaluate, precision, replicas
 from tests.cases import on_each
 
 
@@ -41,9 +42,7 @@ def test_16_bit_arithmetic_trains_as_float32_does(name):
     assert sum(rounded[-10:]) == pytest.approx(sum(plain[-10:]), rel=0.1)
 
 
-def test_tf32_is_switched_off_without_torchs_warning():
-    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        pytest.skip(f"torch {torch.__version__} has the older setting only, without a warning")
+def test_tf32_is_disabled_without_a_warning_of_torch():
     backends = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
     before = [backend.fp32_precision for backend in backends]
     try:
@@ -300,7 +299,7 @@ class FakeGraphs:
 
 
 class Lost:
-    """Loss on a GPU that has failed."""
+    """Stand-in for a loss on a GPU that has failed."""
 
     device = "cuda:1"
 
@@ -385,12 +384,24 @@ def test_replayed_replicas_give_the_results_of_threads(monkeypatch, settings):
         assert torch.equal(one, other)
 
 
-def test_compile_passes_the_replicas_through_torch_compile(monkeypatch):
+def test_compiled_replicas_are_traced_and_their_copies_are_not(monkeypatch):
     compiled = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
-    assembly = assemble.assemble(job("node.compile=true", "node.devices=cpu:2"), SingleProcess(), 2)
-    expected = [id(module) for row in assembly.trainer.replicas.modules for module in row]
-    assert [id(module) for module in compiled] == expected
+
+    def backend(graph, example_inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    settings = ["node.compile=true", "node.devices=cpu:2"]
+    assembly = assemble.assemble(job(*settings, model="mlp"), SingleProcess(), 2)
+    assembly.trainer.step()
+    assert compiled
+    traced = len(compiled)
+    trainer = assembly.trainer
+    averaged = evaluate.averaged_model(trainer.replicas, trainer.mixer)
+    averaged(torch.zeros(2, 1, 8, 8))
+    assert len(compiled) == traced
     assembly.close()
 
 

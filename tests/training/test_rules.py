@@ -1,4 +1,4 @@
-"""Rules that settings obey together, unless another file tests them."""
+"""Rules about combinations of settings, unless another file tests them."""
 
 import re
 
@@ -60,8 +60,10 @@ def test_a_group_reports_its_first_broken_rule_with_details_and_job():
     ],
 )
 def test_broken_rules_are_reported_in_the_order_of_the_tables(settings, beginnings):
-    found = assemble.mistakes(assemble.load({}, ["algorithm.name=dsgd", *settings]), 4)
-    assert [text[: len(begin)] for text, begin in zip(found, beginnings, strict=True)] == beginnings
+    messages = assemble.mistakes(assemble.load({}, ["algorithm.name=dsgd", *settings]), 4)
+    assert [
+        text[: len(begin)] for text, begin in zip(messages, beginnings, strict=True)
+    ] == beginnings
 
 
 class Buffered(nn.Module):

@@ -1,4 +1,4 @@
-"""Learning rates."""
+"""Learning rates of the schedules: warm-up, scaling, milestones and cosine."""
 
 import math
 
@@ -15,7 +15,7 @@ def rates(steps_per_epoch=10, epochs=10, samples=256, **fields):
     return [rate(step) for step in range(total)]
 
 
-def test_founding_protocol():
+def test_protocol_of_goyal_et_al():
     got = rates(
         samples=1024, epochs=90, warmup_epochs=5, milestones=(30, 60, 80), factor=0.1, lr=0.1
     )

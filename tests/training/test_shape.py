@@ -30,7 +30,7 @@ def test_ranks_need_the_same_number_and_kind_of_slots(monkeypatch, devices, othe
         shape.check_alike(job, world)
 
 
-def test_a_setting_that_ranks_do_not_support_is_said_once():
+def test_a_setting_that_ranks_do_not_support_is_reported_once():
     words = {"same_host": "put"}
     world = SimpleNamespace(comm=object(), nodes=SimpleNamespace(per_node=1))
     problems = rules.launch_problems(load({"node": words, "faults": {"slow_nodes": 2}}), world)

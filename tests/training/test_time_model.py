@@ -1,4 +1,4 @@
-"""Time of a step: waiting, overlap, the speed tables of papers, and the simulated clock."""
+"""Estimated time of a step: waiting, overlap, speed tables of papers, and the virtual clock."""
 
 import math
 import runpy

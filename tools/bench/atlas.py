@@ -257,9 +257,13 @@ def calibrated(world) -> dict:
 
 
 def engine(world, words: str, slow: str):
-    """Return three things for a job: a function that makes a step, one that closes, the period.
+    """Build a job; return a function that makes a step, a function that closes it, and its period.
 
     The period is the number of steps after which exchanges repeat.
+
+    :param world: all ranks
+    :param words: settings of the method
+    :param slow: slow part of the network, as in `Network`
     """
     from mpigossip.training import assemble
 
@@ -269,7 +273,7 @@ def engine(world, words: str, slow: str):
 
 
 def ddp(world, slow: str):
-    """Return three things like :func:`engine`, for DistributedDataParallel on gloo."""
+    """Return the same kinds of values as :func:`engine`, for DistributedDataParallel on gloo."""
     from torch import distributed
 
     from tools.bench.peers import join
@@ -323,7 +327,12 @@ def measured(world, step, period: int) -> dict:
 
 
 def fill(out: Path, networks: list[str], methods: dict[str, str]) -> None:
-    """Measure the cells that the file lacks."""
+    """Measure the cells that the file does not contain, and append them to it.
+
+    :param out: file with one JSON object per line
+    :param networks: names of networks
+    :param methods: settings of each method, by its name
+    """
     there = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     have = {(row.get("network"), row.get("cell")) for row in there}
     measured_on = {row["network"] for row in there if "machine" in row}
@@ -398,7 +407,7 @@ def show(out: Path) -> None:
     cells = {(row["cell"], row["network"]): row for row in rows}
     names = list(dict.fromkeys(row["cell"] for row in rows))
     networks = [name for name in NETWORKS if any(row["network"] == name for row in rows)]
-    print("utilization in %, measured (predicted); MB a step behind")
+    print("utilization in %, measured (predicted); then MB per step")
     print("| | " + " | ".join(networks) + " |")
     print("|---" * (1 + len(networks)) + "|")
     for name in names:

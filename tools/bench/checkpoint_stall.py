@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=41)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--folder", type=Path, help="on the disk to measure")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure")
     options = parser.parse_args()
     torch.set_num_threads(1)
     arms: dict[int, list[float]] = {0: [], options.every: []}

@@ -326,14 +326,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="of an epoch; default: all")
+    parser.add_argument("--steps", type=int, help="steps of an epoch; default: all")
     parser.add_argument("--warm-up", type=int, default=0, help="steps before anything is timed")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders with a word in name")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     with world() as ranks:
         if ranks.size < 2 or ranks.size & (ranks.size - 1):
-            sys.exit(f"{ranks.size} ranks: a power of two from 2 on is needed for exact pairs")
+            sys.exit(
+                f"{ranks.size} ranks: averages of pairs are exact for a power of two only; start "
+                "2, 4, 8 … ranks"
+            )
         peers.join(ranks.comm, options.interface)
         (average if options.what == "average" else train)(ranks, options)
         peers.dist.destroy_process_group()

@@ -33,7 +33,7 @@ WAIT_S = 120.0
 def meet(ranks: World) -> None:
     """Wait for all ranks. This rank sleeps, because a busy wait would take another rank's core."""
     request = ranks.comm.Ibarrier()
-    Deadline(WAIT_S).wait(request.Test, lambda: "not all ranks came")
+    Deadline(WAIT_S).wait(request.Test, lambda: "not all ranks have reached the barrier")
 
 
 def timed(ranks: World, work: Callable[[], Any]) -> float:
@@ -140,7 +140,7 @@ class Neighbour:
         self.t += 1
 
     def ends(self) -> tuple[float, float]:
-        """Return the smallest and the largest element."""
+        """Return the smallest and the largest element of this rank's array."""
         return float(self.x.min()), float(self.x.max())
 
 

@@ -15,14 +15,17 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 HERE = Path("tools/docs")
 FOLDERS = ("jobs", "mpigossip", "tests", "tools")
+FILES_ONLY = ("tests/double/README.md", "tests/double/MUTANTS.md", "jobs/claims/PROTOCOL.md")
+"""Texts on the test double, the mutants and the protocols, which are no pages of the site."""
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 """Regular expression for a link in Markdown: bracket, target, section of the page."""
 
 
 def pages() -> list[Path]:
-    """Return the paths of all pages, relative to the root of the repository."""
+    """Return the paths of all pages of the site, relative to the root of the repository."""
     paths = [path for folder in FOLDERS for path in sorted((REPO / folder).rglob("*.md"))]
-    return [path.relative_to(REPO) for path in paths]
+    paths = [path.relative_to(REPO) for path in paths]
+    return [path for path in paths if str(path) not in FILES_ONLY]
 
 
 def place(path: Path) -> Path:
@@ -43,6 +46,8 @@ def moved(page: Path, out: Path) -> str:
         if "://" in match[2] or match[2].startswith(("mailto:", "reference/")):
             return match[0]
         target = Path(os.path.normpath(page.parent / match[2]))
+        if str(target) in FILES_ONLY:
+            return "]"  # The site does not have it, so remove the link.
         if target.suffix != ".md" and (REPO / target).is_file():
             (out / place(target)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(REPO / target, out / place(target))

@@ -39,6 +39,7 @@ TABLES = {
 parameters are further settings."""
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 EXAMPLES = {
+    "algorithm.average_state": "{second=16}",
     "run.name": "first", "run.output": "/scratch/{name}", "task.name": "language-model",
     "data.source": "cifar10.h5", "data.tokenizer": "bpe-8192-fb24c4d7", "model.name": "lenet",
     "data.shape": "[1,28,28]", "data.workers": "4", "algorithm.name": "dsgd",
@@ -73,7 +74,8 @@ PUBLIC = dict.fromkeys(mpigossip.__all__, "") | {
     "studies.Study": "best, ties, table, frame, dataset, plot, transient",
     "graphs.base.Graph": "", "graphs.from_matrices": "",
     "algorithms.base.Algorithm": "", "algorithms.base.Step": "",
-    "runs.hooks.Hook": "", "engine.measurements.Record": "", "training.evaluate.Evaluation": "",
+    "runs.hooks.Hook": "", "engine.measurements.StepMetrics": "",
+    "training.evaluate.Evaluation": "",
     "runs.progress.Progress": "job, folder, nodes, steps_per_epoch, total_steps, samples_per_step, "
     "evaluation, checkpoint, epoch, warn",
 }  # fmt: skip
@@ -99,6 +101,8 @@ def kind(hint: Any) -> str:
         return " or ".join(known) + "; may be unset" * (type(None) in arguments)
     if origin is tuple:
         return f"list of: {kind(arguments[0])}"
+    if origin is dict:
+        return f"table of names and: {kind(arguments[1])}"
     return WORDS.get(hint, getattr(hint, "__name__", str(hint)))
 
 
@@ -143,6 +147,8 @@ def settings() -> dict[str, tuple[str, ...]]:
                 continue
             path = f"{name}.{field.name}"
             default = field.default
+            if default is MISSING and field.default_factory is not MISSING:
+                default = field.default_factory()
             shown = "unset" if default is None else f"`{show(default)}`"
             assert default is not MISSING, path
             words = kind(hints[field.name])

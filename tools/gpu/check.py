@@ -32,9 +32,10 @@ from tests.launch import Launch, found_launcher
 
 TOTAL_S = 570
 SEVERAL_S = 900
-"""TOTAL_S: seconds after which the running check is stopped and no new one begins.
+"""Time limits of all checks together, in seconds.
 
-SEVERAL_S: further seconds if there are several GPUs.
+After TOTAL_S seconds, or TOTAL_S + SEVERAL_S if there are several GPUs, the running check is
+stopped, and no other check begins.
 """
 FIRST_S = 120
 """Seconds within which torch has to find the GPU."""
@@ -47,7 +48,7 @@ NEEDED = ("numpy", "h5py", "matplotlib", "networkx", "PIL", "rich", "safetensors
 
 
 class NotRun(Exception):
-    """Reason why a row has no result."""
+    """Exception for a check that has no result; the message is the reason."""
 
 
 class Check(NamedTuple):
@@ -57,14 +58,16 @@ class Check(NamedTuple):
     limit: str
     seconds: float
     measure: str
-    """Function of measures.py, or of several.py if several GPUs are needed, and its arguments."""
+    """Words that name a function of measures.py, or of several.py if several GPUs are needed, and
+    its arguments."""
     ranks: int = 0
     """Number of MPI ranks; 0: one process without MPI."""
     gpus: int = 1
+    """Number of GPUs that the check needs."""
 
 
 class Row(NamedTuple):
-    """Row of the table; ``good`` is None if the measurement has no limit."""
+    """Row of the table; ``good`` is None if there is no limit to compare the measurement with."""
 
     check: str
     measured: str
@@ -72,46 +75,59 @@ class Row(NamedTuple):
     good: bool | None
 
 
-BITS = "the CPU's bits"
-EQUAL = "equal by both ways"
-NONE = "none wrong"
-NO_BAR = "no bar"
-SLOWER = "<= 5 % slower than without, under MPS"
+BITS = "bitwise identical to the CPU"
+EQUAL = "equal for both transports"
+NONE = "no wrong values"
+NO_BAR = "no limit"
+SLOWER = "<= 5 % longer than without the exchange, under MPS"
 CHECKS = [
-    Check("weighted sums, denormals among the numbers", BITS, 60, "sums"),
-    Check("streams put to sleep, two ranks", NONE, 60, "stress auto", 2),
-    Check("the same through host memory", NONE, 60, "stress host", 2),
-    Check("the same by windows of GPU memory, three ranks", NONE, 60, "stress windows", 3),
-    Check("the same by messages of GPU memory, four ranks", NONE, 60, "stress messages", 4),
-    Check("the same without a wait", "caught", 60, "mutant", 2),
-    Check("calls of NCCL with one rank", BITS, 40, "nccl"),
-    Check("digests of two ranks on the GPU, directly and through host memory", EQUAL, 60,
+    Check("weighted sums of numbers, some of them denormal", BITS, 60, "sums"),
+    Check("exchange while streams sleep at random: two ranks, fastest transport", NONE, 60,
+          "stress auto", 2),
+    Check("exchange while streams sleep at random: two ranks, host memory", NONE, 60,
+          "stress host", 2),
+    Check("exchange while streams sleep at random: three ranks, windows of GPU memory", NONE, 60,
+          "stress windows", 3),
+    Check("exchange while streams sleep at random: four ranks, messages of GPU memory", NONE, 60,
+          "stress messages", 4),
+    Check("exchange while streams sleep at random, with one wait removed", "error detected", 60,
+          "mutant", 2),
+    Check("NCCL calls of a node with one rank", BITS, 40, "nccl"),
+    Check("digests of two ranks that exchange GPU memory, or copies in host memory", EQUAL, 60,
           "digests", 2),
-    Check("the same with four ranks", EQUAL, 60, "digests", 4),
+    Check("digests of four ranks that exchange GPU memory, or copies in host memory", EQUAL, 60,
+          "digests", 4),
     Check("weighted sum of two 400 MB shards", ">= 85 % of device copy bandwidth", 40, "combining"),
-    Check("exchange of 400 MB between two ranks on the GPU", ">= 70 % of device copy bandwidth",
+    Check("exchange of 400 MB between two ranks on one GPU", ">= 70 % of device copy bandwidth",
           60, "exchange auto 0.7 copy", 2),
-    Check("the same through host memory in pieces", ">= 80 % of MPI's put of host memory", 60,
-          "exchange host 0.8 put", 2),
-    Check("ResNet-50, bf16, batch 256, two ranks on the GPU: step with an exchange ahead", SLOWER,
+    Check("exchange of 400 MB between two ranks through host memory, in chunks",
+          ">= 80 % of MPI's put of host memory", 60, "exchange host 0.8 put", 2),
+    Check("step of ResNet-50, bf16, batch 256, on two ranks, with a message sent ahead", SLOWER,
           100, "overlap", 2),
-    Check("step of ResNet-50, bf16, batch 256, beside plain torch, eager", "<= 1.05 x", 60,
+    Check("step of ResNet-50, bf16, batch 256, eager, relative to plain torch", "<= 1.05 x", 60,
           "beside_torch"),
-    Check("a custom loop with autocast and GradScaler", "plain torch's within 1e-5", 40, "scaled"),
-    Check("a job, its checkpoint on disk, its resumption", "exit code 0", 90, "stored"),
-    Check("FSDP2 in a node of one rank", "full models' within 1e-4", 60, "sharded", 1),
-    Check("step of ResNet-50, bf16, batch 256: eager", NO_BAR, 45, "step eager"),
-    Check("the same in CUDA graphs", NO_BAR, 45, "step graphs"),
-    Check("the same in CUDA graphs, channels last", NO_BAR, 45, "step channels_last"),
-    Check("tests marked gpu", "all pass", 200, "tests"),
-    Check("step of ResNet-50, compiled", NO_BAR, 100, "step compile"),
-    Check("copies between all GPUs, with patterns", NONE, 60, "matrix", gpus=2),
-    Check("ways of two ranks with half of the GPUs each", "not through host memory", 120, "ways",
-          2, 2),
-    Check("cold GLOBAL rounds beside reduce-scatters, 200 times", NONE, 150, "cold auto", 2, 2),
-    Check("the same by NCCL", NONE, 200, "cold nccl", 2, 2),
-    Check("a kernel killed on one of the GPUs", "its GPU named within 30 s", 60, "killed", gpus=2),
-    Check("ResNet-50, bf16, batch 256 a GPU, beside DDP", NO_BAR, 240, "beside_ddp", gpus=2),
+    Check("parameters after a custom loop with autocast and GradScaler",
+          "equal to plain torch within 1e-5", 40, "scaled"),
+    Check("job that is resumed from its checkpoint", "exit code 0", 90, "stored"),
+    Check("parameters after FSDP2 in a node of one rank", "equal to a run on the CPU within 1e-4",
+          60, "sharded", 1),
+    Check("step of ResNet-50, bf16, batch 256, eager", NO_BAR, 45, "step eager"),
+    Check("step of ResNet-50, bf16, batch 256, in CUDA graphs", NO_BAR, 45, "step graphs"),
+    Check("step of ResNet-50, bf16, batch 256, in CUDA graphs, channels last", NO_BAR, 45,
+          "step channels_last"),
+    Check("tests with the marker gpu", "all pass", 200, "tests"),
+    Check("step of ResNet-50, bf16, batch 256, compiled", NO_BAR, 100, "step compile"),
+    Check("copies of patterns between all pairs of GPUs", NONE, 60, "matrix", gpus=2),
+    Check("transports between two ranks with half of the GPUs each", "not through host memory",
+          120, "ways", 2, 2),
+    Check("first GLOBAL round of a new mixer during reduce-scatters, 200 times", NONE, 150,
+          "cold auto", 2, 2),
+    Check("first GLOBAL round of a new mixer during reduce-scatters, by NCCL", NONE, 200,
+          "cold nccl", 2, 2),
+    Check("training in which a kernel fails on one GPU", "error names the GPU within 30 s", 60,
+          "killed", gpus=2),
+    Check("images per second of ResNet-50, bf16, batch 256 per GPU, and of DDP", NO_BAR, 240,
+          "beside_ddp", gpus=2),
 ]  # fmt: skip
 
 
@@ -130,7 +146,7 @@ def main() -> int:
         dest="first",
         help="continue with the N-th row of the table",
     )
-    where = "where GPU_RESULTS.md gets the table on top (default: tools/gpu)"
+    where = "folder of GPU_RESULTS.md, to which the table is added (default: tools/gpu)"
     parser.add_argument("--out", type=Path, metavar="FOLDER", help=where)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -198,7 +214,7 @@ def all_rows(
         began = time.monotonic()
         try:
             if ends - began < 15:
-                raise NotRun("the time was over")
+                raise NotRun("the time limit of all checks was reached")
             if check.gpus > gpus:
                 raise NotRun(f"needs {check.gpus} GPUs or more")
             result, good = measured(check, place, min(ends - began, check.seconds))
@@ -232,7 +248,7 @@ def measured(check: Check, place: Place, seconds: float) -> tuple[str, bool | No
 
 
 def result_of(command: list[str], place: Place, seconds: float):
-    """Run a command, and return the value that it prints in a line "RESULT".
+    """Run a command, and return the value that it prints as JSON in a line "RESULT …".
 
     :raises RuntimeError: if the command fails without such a line; the message contains its error
     """

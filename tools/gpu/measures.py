@@ -40,7 +40,10 @@ class Place(NamedTuple):
         return small if self.rehearsed else real
 
     def bar(self, reached: bool | None) -> bool | None:
-        """Return whether a rate reaches its limit; None in a rehearsal, which has no limits."""
+        """Return ``reached``, or None in a rehearsal, in which rates are not compared with limits.
+
+        :param reached: whether a rate reaches its limit; None: it can't be decided
+        """
         return None if self.rehearsed else reached
 
     def synchronize(self) -> None:
@@ -87,7 +90,7 @@ def device(place: Place):
         text = f"REHEARSAL on {what}, torch {torch.__version__}: the figures mean nothing"
         return 1 if place.device == "cpu" else len(names()), text
     if not torch.cuda.is_available():
-        return 0, f"torch {torch.__version__} of {sys.executable} sees none"
+        return 0, f"torch {torch.__version__} of {sys.executable} sees no GPU"
     torch.ones(1, device=place.device).sum().item()
     driver = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     wheels = {dist.metadata["Name"] or "": dist.version for dist in metadata.distributions()}
@@ -289,14 +292,14 @@ def stored(place: Place):
 
 def sharded(place: Place, w):
     """Compare the parameters after training by FSDP2 in one rank with a run on the CPU."""
-    from tests.optim.in_node import Case, mixed, trained
+    from tests.optim.in_node import Case, reference_parameters, train_nodes
 
     kind = place.device.partition(":")[0]
     copies = place.rehearsed and kind == "cuda"  # The emulation has its own tensors.
     case = Case("dsgd", (("exchange", "host"),), steps=4, device=kind, copies=copies)
     w.group_into_nodes(1)
-    wanted = mixed(1, 1, case)[0]
-    off = float((trained(w, case, 1).cpu() - wanted).norm() / wanted.norm())
+    wanted = reference_parameters(1, 1, case)[0]
+    off = float((train_nodes(w, case, 1).cpu() - wanted).norm() / wanted.norm())
     return f"relative difference {off:.1e}", off <= 1e-4
 
 
@@ -313,7 +316,7 @@ def mps() -> tuple[bool | None, str]:
         shutil.which("pgrep")
         and not subprocess.run(["pgrep", "nvidia-cuda-mps"], capture_output=True).returncode
     )
-    return (False, "under MPS") if serves else (None, "no MPS, so no bar")
+    return (False, "under MPS") if serves else (None, "without MPS, so without a limit")
 
 
 def put_seconds(place: Place, w, nbytes: int) -> float:
@@ -382,7 +385,7 @@ def exchange(place: Place, w, memory: str, bar: str, limited_by: str):
     route, _, why = mixer.routes[1 - w.rank].partition(" ")
     mixer.close()
     if memory == "auto" and route == "host":
-        return f"not run: no other way than host memory {why}", None
+        return f"not run: no transport but host memory works {why}", None
     share = least / took
     (fair, how) = mps()
     text = f"{share:.0%} ({route}, {4 * width / 1e6:.0f} MB in {took * 1e3:.1f} ms; {how})"

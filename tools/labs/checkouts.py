@@ -35,7 +35,7 @@ TIMES = re.compile(r".*(_s|seconds?)")
 
 
 class Wrong(Exception):
-    """Error in the arguments of compare_checkouts.py; the message says what is wrong."""
+    """Error in the arguments of compare_checkouts.py, which the message describes."""
 
 
 class Job(NamedTuple):
@@ -49,7 +49,7 @@ class Job(NamedTuple):
     that OLD has written.
     """
     of: str
-    """Number of nodes; or, for "read", the name of the job whose run is read."""
+    """Number of nodes as text; for "read", the name of the job whose run is read."""
     settings: tuple[str, ...]
     """Settings of a training; for "read", the arguments of the command."""
     marks: frozenset[str] = frozenset()
@@ -75,7 +75,7 @@ class Result:
     """Digest at the end of a run that this checkout has resumed from OLD's last checkpoint but
     one."""
     figures: dict[str, str] = field(default_factory=dict)
-    """Hash of each column of the log."""
+    """Hash of each column of the log, by its name."""
     seconds: float = 0.0
 
 

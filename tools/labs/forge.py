@@ -463,7 +463,7 @@ def forked(work: Callable[[], Any], limit: int) -> tuple[Any, float]:
 def tried(kind: str, folder: Path, inside: Path) -> tuple[str, float, list[str]]:
     """Read files; return the answer, the seconds, and a list of forbidden events.
 
-    The answer is a hash of the content, "refused", or a text about what is wrong. Forbidden events
+    The answer is a hash of the content, "refused", or a description of the error. Forbidden events
     are imports, opened files outside of the folder, and started programs.
     """
     strays: list[str] = []
@@ -568,7 +568,7 @@ def main() -> int:
             shutil.rmtree(case)
     for line, count in sorted(outcomes.items()):
         print(f"{count:5}  {line}")
-    print(f"{options.count} forged, {wrong} wrong; {slowest:.2f} s and {largest:.0f} MB at most")
+    print(f"{options.count} forged, {wrong} wrong; at most {slowest:.2f} s and {largest:.0f} MB")
     return int(wrong > 0)
 
 

@@ -3,7 +3,7 @@
     python tools/labs/kill.py checkpoints [--count 200]   a rank dies while it writes checkpoints
     python tools/labs/kill.py start [--count 50]          a rank dies before, in or after MPI_Init
     python tools/labs/kill.py signals [--signals STOP]    a rank gets SIGKILL, SIGSTOP or SIGTERM in
-                                                          the start, training, a checkpoint, the end
+                                                          one of PHASES
     python tools/labs/kill.py start --tolerant            … with Open MPI's --with-ft ulfm
     python tools/labs/kill.py ranks [--count 50]          a rank dies in training, others continue;
                                                           --losses 2, --victim 0, or each rank on a
@@ -52,14 +52,18 @@ from mpigossip.store import StoreError, checkpoint  # noqa: E402
 from mpigossip.store.log import read  # noqa: E402
 from tests import launch, survivors  # noqa: E402
 
-LIMIT_S = 60.0  # A run without new output for so many seconds counts as a hang.
+LIMIT_S = 60.0  # Seconds without new output after which a run counts as hanging.
 START_S = 180.0  # Seconds within which a run has to reach its first step, even on few cores.
-STARTS_S = 8.0  # Setting node.timeout_s of runs in which a rank is killed at the start.
+STARTS_S = 8.0  # Value of node.timeout_s, in seconds, of runs in which a rank dies at the start.
 BEGUN_S = 4.0  # Seconds after the launch within which these ranks are killed.
 TINY = [
     *("model.name=mlp", "model.hidden=[256]", "data.batch=8", "data.workers=0", "run.epochs=1000"),
     *("run.evaluate_every=0", "log.flush_steps=1000", "checkpoint.every_steps=1"),
 ]
+SIGNALLED = [*TINY, "run.evaluate_every=1"]
+"""Settings of runs in which a rank gets a signal."""
+PHASES = ("start", "compile", "exchange", "evaluation", "checkpoint", "end")
+"""Phases of a run in which a rank gets a signal, in turn."""
 DIGITS = [
     "model.name=mlp",  # It takes a fifth of LeNet's time.
     *("data.batch=16", "run.survive=true", "log.flush_steps=20", "node.timeout_s=20"),
@@ -68,7 +72,7 @@ DIGITS = [
 
 @dataclass
 class Series:
-    """Series of runs in which ranks are killed: number of kills, problems, facts for the table."""
+    """Runs of one kind in which ranks are killed: kills, problems, and facts for the table."""
 
     title: str
     kills: int = 0
@@ -122,8 +126,8 @@ def job(folder: Path, settings: Sequence[str]) -> list[str]:
 def checkpoints(options, top: Path, draw: random.Random) -> Iterator[Series]:
     """Kill a rank of a run while it writes a checkpoint, resume the run, and repeat this.
 
-    In the end, the run is resumed without a kill. Its digest has to be that of a run that was never
-    interrupted.
+    In the end, the run is resumed without a kill. Its digest has to equal the digest of an
+    uninterrupted run.
     """
     ranks = 2
     count = options.count or 200
@@ -131,23 +135,12 @@ def checkpoints(options, top: Path, draw: random.Random) -> Iterator[Series]:
     series = Series(f"checkpoints, {ranks} ranks")
     while series.kills + len(series.problems) < count:
         folder = top / f"chain-{series.kills}"
-        whole = top / "whole"
         for _ in range(min(options.chain, count - series.kills)):
             with series.run(folder, 1):
                 torn += one_life(folder, ranks, draw)
         with series.run(folder, 0):
-            newest = checkpoint.latest(folder)
-            assert newest is not None, "no whole checkpoint"
-            steps = f"run.steps={checkpoint.read_manifest(newest).step + 5}"
-            digests = []
-            for words in (
-                ["mpigossip", "resume", folder, steps],
-                [*job(whole, TINY), steps, "checkpoint.every_steps=0"],
-            ):
-                output = launch.mpirun(ranks, words, START_S, REPO).stdout
-                digests += re.findall(r"digest +([0-9a-f]{64})", output)
-            assert len(digests) == 2 and digests[0] == digests[1], f"digests {digests}, {steps}"
-        shutil.rmtree(whole, ignore_errors=True)
+            assert checkpoint.latest(folder) is not None, "no whole checkpoint"
+            resumed(folder, ranks, TINY)
     series.facts["while writing"] = torn
     yield series
 
@@ -226,12 +219,12 @@ def starts(options, top: Path, draw: random.Random) -> Iterator[Series]:
                     phase += ", went on"
                 phases[phase] += 1
                 err = run.output()[1]
-                ours = re.search(rf"rank {chosen} of {ranks} on|ranks: (\d, )*{chosen}\b", err)
+                ours = re.search(rf"rank {chosen}\b", err)
                 named += bool(ours)
                 if not ours:
                     print(f"rank {chosen} is not named, {phase}: {err[-500:]}", flush=True)
         series.facts |= phases
-        series.facts["with the rank's number in our own words"] = named
+        series.facts["ended by an error of mpigossip that names the rank"] = named
         series.seconds("from kill to end", waits)
         yield series
 
@@ -243,61 +236,135 @@ def signals(options, top: Path, draw: random.Random) -> Iterator[Series]:
     """Send a signal to a random rank of a run, which has to end in time with a complete checkpoint.
 
     The phase of the run in which this happens alternates. After SIGSTOP, the other ranks have two
-    time limits of at least 10 s, because they may wait in two collective calls. After SIGTERM, the
-    exit code has to be 75, or 0 if the run was at its end.
+    time limits of at least 10 s, because they may wait in two collective calls; a busy machine
+    extends the limit of the whole end (``tests.launch.patience``). After SIGTERM, the
+    exit code has to be 75, or 0 if the run was at its end. Afterwards, an interrupted run is
+    resumed for a few steps; its digest has to equal the digest of an uninterrupted run.
     """
     ranks = options.nodes[0]
     for name in options.signals:
-        number = getattr(signal, f"SIG{name}")
         series = Series(f"SIG{name}, {ranks} ranks")
         ends = Counter[str]()
         waits = []
         for at in range(options.count or 20):
-            phase = ("start", "training", "checkpoint", "end")[at % 4]
+            phase = PHASES[at % len(PHASES)]
             folder = top / f"{name}-{at}"
             chosen = draw.randrange(ranks)
-            steps = "run.steps=400" if phase == "end" else "run.steps=100000"
-            settings = [*TINY, steps, f"node.timeout_s={STARTS_S:g}", "run.evaluate_every=1"]
-            with (
-                series.run(f"{folder}, rank {chosen}, {phase}", 1),
-                launched(ranks, job(folder, settings)) as run,
-            ):
-                wait(lambda: len(run.ranks()) == ranks, START_S, run)  # noqa: B023
-                if phase == "training":
-                    wait(lambda: last(folder) > 0, START_S, run)  # noqa: B023
-                elif phase == "checkpoint":
-                    wait(lambda: last(folder) > 0, START_S, run)  # noqa: B023
-                    wait(lambda: any(folder.glob("checkpoints/*.writing")), 30, run)  # noqa: B023
-                elif phase == "end":
-                    wait(lambda: last(folder) >= 395, START_S, run)  # noqa: B023
-                time.sleep(draw.random() * (BEGUN_S if phase == "start" else 0.2))
-                if run.process.poll() is not None:
-                    ends[f"{phase}, over before"] += 1
-                    continue
-                began = time.monotonic()
-                with contextlib.suppress(ProcessLookupError, IndexError):
-                    os.kill(run.ranks()[chosen], number)
-                while run.process.poll() is None:
-                    if time.monotonic() > began + 2 * max(STARTS_S, 10) + 30:
-                        stuck(f"no end within {2 * max(STARTS_S, 10) + 30:g} s", run)
-                    time.sleep(0.01)
-                waits.append(time.monotonic() - began)
-                code = run.process.returncode
-                newest = checkpoint.latest(folder)
-                named = re.search(rf"rank {chosen}\b", run.output()[1]) is not None
-                ends[f"{phase}, code {code}{', named' if named else ''}"] += 1
-                print(
-                    f"SIG{name}, rank {chosen}, {phase}: code {code}, {waits[-1]:.1f} s", flush=True
-                )
-                assert newest is None or not checkpoint.verify(newest), "a damaged checkpoint"
-                assert phase == "start" or newest is not None, "no checkpoint"
-                if name == "TERM" and phase != "start":
-                    assert code in (75, 0), f"code {code}: {run.output()[1][-900:]}"
-                if name == "STOP" and code:
-                    assert named, f"rank {chosen} is not named: {run.output()[1][-900:]}"
+            with series.run(f"{folder}, rank {chosen}, {phase}", 1):
+                end, seconds = interrupted(folder, name, phase, ranks, chosen, draw)
+                ends[f"{phase}: {end}"] += 1
+                print(f"SIG{name}, rank {chosen}, {phase}: {end}, {seconds:.1f} s", flush=True)
+                waits.append(seconds)
+                compiled = ["node.compile=true"] * (phase == "compile")
+                resumed(folder, ranks, [*SIGNALLED, *compiled])
+            shutil.rmtree(folder, ignore_errors=True)
         series.facts |= ends
         series.seconds("from signal to end", waits)
         yield series
+
+
+def interrupted(
+    folder: Path, name: str, phase: str, ranks: int, chosen: int, draw: random.Random
+) -> tuple[str, float]:
+    """Send a signal to one rank in a phase of a run.
+
+    Return how the run ended, and the seconds from the signal to the end.
+    """
+    steps = 400 if phase == "end" else 100000
+    settings = [*SIGNALLED, f"run.steps={steps}", f"node.timeout_s={STARTS_S:g}"]
+    env = {}
+    if phase == "compile":
+        settings.append("node.compile=true")
+        # A cache of this run's own, so that there is something to compile.
+        env["TORCHINDUCTOR_CACHE_DIR"] = str(folder.with_name(f"{folder.name}-cache"))
+    mark = {"exchange": "x", "evaluation": "e"}.get(phase)
+    if mark:
+        settings.append('log.hooks=["victim:Victim"]')
+        env |= {
+            "VICTIMS": f"{chosen}@{draw.randrange(20, 60)}{mark}",
+            "VICTIM_SIGNAL": name,
+            "PYTHONPATH": os.pathsep.join([str(REPO / "tests"), *sys.path[:1]]),
+        }
+    with launched(ranks, job(folder, settings), **env) as run:
+        wait(lambda: len(run.ranks()) == ranks, START_S, run)
+        if mark:
+            wait(lambda: "a victim dies in" in run.output()[1], START_S, run)
+        elif phase == "compile":
+            wait(lambda: compilers(run.ranks()[chosen]), START_S, run)
+        elif phase == "checkpoint":
+            wait(lambda: last(folder) > 0, START_S, run)
+            wait(lambda: any(folder.glob("checkpoints/*.writing")), 30, run)
+        elif phase == "end":
+            wait(lambda: last(folder) >= 395, START_S, run)
+        if not mark:
+            time.sleep(draw.random() * (BEGUN_S if phase == "start" else 0.2))
+        if run.process.poll() is not None:
+            return "over before", 0.0
+        began = time.monotonic()
+        if not mark:
+            with contextlib.suppress(ProcessLookupError, IndexError):
+                os.kill(run.ranks()[chosen], getattr(signal, f"SIG{name}"))
+        limit_s = (2 * max(STARTS_S, 10) + 30) * launch.patience()
+        while run.process.poll() is None:
+            if time.monotonic() > began + limit_s:
+                stuck(f"no end within {limit_s:g} s", run)
+            time.sleep(0.01)
+        seconds = time.monotonic() - began
+        code = run.process.returncode
+        errors = run.output()[1]
+    newest = checkpoint.latest(folder)
+    assert newest is None or not checkpoint.verify(newest), "a damaged checkpoint"
+    early = phase in ("start", "compile")
+    assert early or newest is not None, "no checkpoint"
+    if name == "TERM" and not early:
+        assert code in (75, 0), f"code {code}: {errors[-900:]}"
+    named = re.search(rf"rank {chosen}\b", errors) is not None
+    if name == "STOP" and code:
+        assert named, f"rank {chosen} is not named: {errors[-900:]}"
+    return f"code {code}{', named' if named else ''}", seconds
+
+
+def compilers(rank: int) -> bool:
+    """Return whether a compiler runs as a descendant of the process of a rank."""
+    parents: dict[int, int] = {}
+    names: dict[int, str] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            text = path.read_text()
+            fields = text.rpartition(")")[2].split()
+            pid = int(path.parent.name)
+            parents[pid] = int(fields[1])
+            names[pid] = text[text.index("(") + 1 : text.rindex(")")]
+    for pid, program in names.items():
+        if program.startswith(("cc1plus", "g++", "c++", "clang")):
+            while pid in parents and pid != rank:
+                pid = parents[pid]
+            if pid == rank:
+                return True
+    return False
+
+
+def resumed(folder: Path, ranks: int, settings: Sequence[str]) -> None:
+    """Resume an interrupted run for a few steps, and compare it with an uninterrupted run.
+
+    Nothing happens if the run has no checkpoint.
+
+    :param settings: settings of the run, without hooks
+    """
+    newest = checkpoint.latest(folder)
+    if newest is None:
+        return
+    steps = f"run.steps={checkpoint.read_manifest(newest).step + 5}"
+    whole = folder.with_name(f"{folder.name}-whole")
+    digests = []
+    for words in (
+        ["mpigossip", "resume", folder, steps, "log.hooks=[]"],
+        [*job(whole, settings), steps, "checkpoint.every_steps=0"],
+    ):
+        output = launch.mpirun(ranks, words, START_S, REPO).stdout
+        digests += re.findall(r"digest +([0-9a-f]{64})", output)
+    shutil.rmtree(whole, ignore_errors=True)
+    assert len(digests) == 2 and digests[0] == digests[1], f"digests {digests}, {steps}"
 
 
 # -- in a given part of a run ----------------------------------------------------------------------
@@ -378,7 +445,7 @@ def losses(options, top: Path, draw: random.Random) -> Iterator[Series]:
         series.facts["accuracy of the whole run"] = f"{whole['accuracy']:.4f}"
         mean = statistics.mean(points or [0])
         worst = min(points, default=0)
-        series.facts["points apart, mean and worst"] = f"{mean:+.2f} {worst:+.2f}"
+        series.facts["change of accuracy in points, mean and worst"] = f"{mean:+.2f} {worst:+.2f}"
         series.seconds("from kill to going on", waits)
         series.seconds("lost as logged", spent)
         yield series

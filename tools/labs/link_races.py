@@ -64,7 +64,9 @@ def judge(reports: list[Report], shared: bool = False) -> tuple[int, str]:
         return BROKEN, f"a name has the content {min(unknown)!r}, which no process wrote"
     won = " : ".join(str(counts[one.name]) for one in reports)
     if len(reports) < 2 or min(counts[one.name] for one in reports) < SHARE * len(seen):
-        return UNKNOWN, f"nothing raced ({won} names): start the processes on idle hosts again"
+        return UNKNOWN, (
+            f"the processes did not compete ({won} names): start them again on idle hosts"
+        )
     if shared and len({one.user for one in reports}) < 2:
         return UNKNOWN, "all processes have one user: with --shared start one as another user"
     return GOOD, f"{len(reports)} processes won {won} names, and all read the same"
@@ -94,7 +96,7 @@ class Peers:
         while len(names := sorted(path.name for path in folder.glob("[!.]*"))) < count:
             if time.monotonic() > self.end:
                 raise TimeoutError(
-                    "nobody else came: start a second process on another host, on the same folder"
+                    "no other process has connected: start one on another host, on the same folder"
                 )
             time.sleep(0.05)
         return names[:count]
@@ -176,7 +178,9 @@ def race(root: Path, me: str, peers: Peers) -> Report:
         except FileExistsError:
             pass  # A link may succeed although an error is reported, so only the content counts.
         except OSError as error:
-            errors.append(f"link: {error}")
+            # sshfs reports EPERM, and not EEXIST, if the name exists.
+            if not name.exists():
+                errors.append(f"link: {error}")
     peers.start()
     seen = []
     for k in range(NAMES):

@@ -131,7 +131,10 @@ class Paced(FolderExchange):
         return super().send(state)
 
     def receive(self):
-        """Receive before this member's model is written, as if a thread wrote it meanwhile."""
+        """Receive the peer's model before this member's own model is written.
+
+        This happens if a thread writes the own model meanwhile.
+        """
         state = super().receive()
         place = self.place
         if state is not None:
@@ -144,7 +147,7 @@ class Paced(FolderExchange):
 
     def chunk(self):
         """Wait in virtual time while other members train the last chunks."""
-        while not self.place.left and not self.place.ended():
+        while not self.place.remaining and not self.place.ended():
             self.written()
             if self.place.chunk() is not None or self.place.ledger.finished:
                 break

@@ -78,8 +78,12 @@ def parallel(job: Job) -> Job:
 
 
 @dataclass(frozen=True)
-class Row:
-    """Prediction for one choice on n nodes: seconds, bytes and transient iterations."""
+class Prediction:
+    """Prediction for one combination of graph, cadence and wire on n nodes.
+
+    Times are in seconds per step, per epoch (``epoch_s``) and per run (``total_s``). ``transient``
+    is the number of iterations before a linear speedup.
+    """
 
     graph: str
     cadence: str
@@ -138,7 +142,7 @@ def predict(
     epochs: float,
     period: float | None = None,
     per_tensor: bool = False,
-) -> Row | None:
+) -> Prediction | None:
     """Predict one choice on n nodes.
 
     :param what: the job and its sizes
@@ -160,9 +164,9 @@ def predict(
         return None
     timing = Timing(prediction, _coding(machine, prediction), per_tensor=per_tensor)
     (exchange, hidden), waiting = timing.mean_s(), timing.waiting_s()
-    step = timing.steady_s + exchange - hidden + waiting
+    step = timing.step_s()
     per_epoch = what.steps_per_epoch(n)
-    return Row(
+    return Prediction(
         choice.graph,
         choice.cadence,
         choice.wire,
@@ -233,7 +237,7 @@ def table(
     epochs: float,
     period: float | None = None,
     per_tensor: bool = False,
-) -> list[Row]:
+) -> list[Prediction]:
     """Return all compatible combinations of graph, cadence and wire on each number of nodes.
 
     :param what: the job and its sizes
@@ -245,7 +249,7 @@ def table(
     :raises JobError: if no graph fits the algorithm with one of these numbers of nodes
     """
     every = choices(what.job, everything=True)
-    rows = list[Row]()
+    rows = list[Prediction]()
     for n in nodes:
         predictions = (
             predict(what, machine, choice, n, epochs, period, per_tensor) for choice in every
@@ -270,7 +274,9 @@ def name(choice: Choice) -> str:
     return " + ".join([*parts, *[choice.wire] * (choice.wire != "fp32")])
 
 
-def as_json(what: Subject, machine: Machine, rows: Sequence[Row], epochs: float) -> dict[str, Any]:
+def as_json(
+    what: Subject, machine: Machine, rows: Sequence[Prediction], epochs: float
+) -> dict[str, Any]:
     """Return the job, the machine and all predictions as a dict for JSON."""
     return {
         "parameters": what.flat.count,

@@ -7,7 +7,15 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from mpigossip.analysis.plan import ALL_REDUCE, GOSSIP, NEAR, Choice, Row, always_global, predict
+from mpigossip.analysis.plan import (
+    ALL_REDUCE,
+    GOSSIP,
+    NEAR,
+    Choice,
+    Prediction,
+    always_global,
+    predict,
+)
 from mpigossip.analysis.plan.quality import Accept, Evidence, nearest
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import aligned
@@ -35,7 +43,10 @@ class Proposal:
     level: int
     graph: str
     settings: tuple[str, ...]
-    row: Row | None = None
+    """Settings of the proposal, which follow the settings of the job on the command line."""
+    job_settings: tuple[str, ...] = ()
+    """Settings of the job that the proposal keeps, see :func:`_kept`."""
+    row: Prediction | None = None
     evidence: Evidence | None = None
     """The nearest measurement of what the method costs; None: not measured."""
 
@@ -80,6 +91,19 @@ def _ways(job: Job, n: int) -> Iterator[Proposal]:
         yield Proposal(f"gasloc, {peer}, H = {period}", level, peer, gasloc)
 
 
+def _kept(job: Job, settings: Sequence[str], proposal: Proposal) -> tuple[str, ...]:
+    """Return the settings of the job without options that the proposed algorithm does not have.
+
+    :param job: the job
+    :param settings: settings of the job, as on the command line
+    :param proposal: the proposal
+    """
+    if f"algorithm.name={job.algorithm.name}" in proposal.settings:
+        return tuple(settings)
+    own = tuple(f"algorithm.{option}=" for option in job.algorithm.options)
+    return tuple(setting for setting in settings if not setting.startswith(own))
+
+
 def proposals(
     path: Path, settings: Sequence[str], what: Subject, machine: Machine, n: int, epochs: float = 1
 ) -> tuple[list[Proposal], dict[str, str]]:
@@ -100,7 +124,8 @@ def proposals(
         graph = "complete" if proposal.graph == ALL_REDUCE else proposal.graph
         pasted = (*proposal.settings, f"graph.name={graph}")
         try:
-            job = assemble.load(path, [*settings, *pasted, ranks])
+            job_settings = _kept(what.job, settings, proposal)
+            job = assemble.load(path, [*job_settings, *pasted, ranks])
             problems = [m for m in assemble.mistakes(job, n) if not m.startswith("node.devices")]
             if problems:
                 raise JobError(problems)
@@ -115,7 +140,15 @@ def proposals(
             )
         else:
             evidence = nearest(job, n, what.flat.count)
-            fitting.append(replace(proposal, settings=pasted, row=row, evidence=evidence))
+            fitting.append(
+                replace(
+                    proposal,
+                    settings=pasted,
+                    job_settings=job_settings,
+                    row=row,
+                    evidence=evidence,
+                )
+            )
     if not fitting:
         raise JobError([f"{label}: {why}" for label, why in left_out.items()])
     return fitting, left_out
@@ -145,7 +178,6 @@ def best(proposals: Sequence[Proposal], accept: Accept) -> Proposal | None:
 
 def text(
     job: Path,
-    settings: Sequence[str],
     proposals: Sequence[Proposal],
     left_out: dict[str, str],
     n: int,
@@ -154,7 +186,6 @@ def text(
     """Return a table, fastest first, the conclusion, and the command to paste.
 
     :param job: job file
-    :param settings: settings of the job
     :param proposals: proposals
     :param left_out: for each proposal that does not fit, by name, the reason
     :param n: number of nodes
@@ -173,7 +204,9 @@ def text(
         lines += wrap(f"({number}) {note}", 80, subsequent_indent="    ")
     lines += ["", *wrap(_conclusion(proposals, chosen, accept, notes), 80)]
     if chosen is not None:
-        command = shlex.join(["mpigossip", "train", str(job), *settings, *chosen.settings])
+        command = shlex.join(
+            ["mpigossip", "train", str(job), *chosen.job_settings, *chosen.settings]
+        )
         lines += ["the command:", f"  {command}"]
     for label, why in left_out.items():
         lines += wrap(f"left out: {label}: {why.splitlines()[0]}", 80, subsequent_indent="  ")
@@ -183,7 +216,13 @@ def text(
 def _conclusion(
     proposals: Sequence[Proposal], chosen: Proposal | None, accept: Accept, notes: Sequence[str]
 ) -> str:
-    """Return the sentence that says what to do, and why."""
+    """Return the last sentence of the text: which proposal to use, and the reason.
+
+    :param proposals: all proposals
+    :param chosen: result of :func:`best`
+    :param accept: largest acceptable cost in quality
+    :param notes: footnotes of the table, which the sentence refers to by number
+    """
     limit = f"{accept.loss:.3g} % of the loss or {accept.points:.3g} points of accuracy (--accept)"
     if chosen is None:
         return f"No proposal has a measured cost of at most {limit}."
@@ -200,7 +239,7 @@ def _conclusion(
 def as_json(
     proposals: Sequence[Proposal], left_out: dict[str, str], accept: Accept
 ) -> dict[str, Any]:
-    """Return the proposals as plain values."""
+    """Return the proposals, with their predictions and measured costs, as a dict for JSON."""
     chosen = best(proposals, accept)
     rows = [
         {

@@ -6,7 +6,7 @@ from math import ceil
 
 from mpigossip.algorithms.cadence import period_of
 from mpigossip.config import JobError
-from mpigossip.config.readable import aligned, format_bytes
+from mpigossip.config.readable import aligned, format_bytes, pluralize
 from mpigossip.members.place import KEEP, LEASES
 from mpigossip.training.costs import Subject, exchanges, memory
 from mpigossip.training.rules import check_member
@@ -33,6 +33,8 @@ class Advice:
     """Number of steps of the whole training."""
     period: int
     """Period H of the job."""
+    keep_every: int = 0
+    """`members.keep_every` of the job: number of rounds per model that is kept; 0: none is."""
 
     @property
     def read_s(self) -> float:
@@ -72,7 +74,19 @@ class Advice:
         :param claim_rounds: number of rounds for which a member claims chunks at once
         """
         chunks = -(-self.steps // period)
-        return chunks + 2 * -(-chunks // claim_rounds) + (KEEP + 4) * self.members
+        claims = 2 * -(-chunks // claim_rounds)
+        return chunks + claims + (KEEP + 4) * self.members + self.kept(period)
+
+    def kept(self, period: int) -> int:
+        """Return the largest number of models that are never removed, with H = ``period``."""
+        chunks = -(-self.steps // period)
+        return chunks // self.keep_every if self.keep_every else 0
+
+    @property
+    def disk(self) -> int:
+        """Number of bytes of models and records at the end, with the job's H."""
+        models = KEEP * self.members + self.kept(self.period)
+        return models * self.model + RECORD * -(-self.steps // self.period)
 
 
 def advise(what: Subject, members: int, step_s: float, rate: float, epochs: float) -> Advice:
@@ -90,7 +104,8 @@ def advise(what: Subject, members: int, step_s: float, rate: float, epochs: floa
     period = period_of(what.job.cadence.options)
     steps = max(1, round(epochs * what.steps_per_epoch(1)))
     model = memory(what, traffic)["snapshot for checkpoints"]
-    advice = Advice(members, model, step_s, rate, steps, period)
+    keep_every = what.job.members.keep_every
+    advice = Advice(members, model, step_s, rate, steps, period, keep_every)
     if advice.min_period * members * ROUNDS > steps:
         raise JobError(
             f"{members:,} members that share {format_bytes(rate)}/s need H = {advice.min_period:,} "
@@ -126,13 +141,16 @@ def text(what: Subject, every: Sequence[Advice]) -> str:
             f"{advice.min_period:,}",
             f"{max(120, ceil(advice.lease_s)):,} s",
             f"{advice.files(advice.period, section.claim_rounds):,}",
-            format_bytes(
-                KEEP * advice.members * model + RECORD * -(-advice.steps // advice.period)
-            ),
+            format_bytes(advice.disk),
         ]
         for advice in every
     ]
     first = every[0]
+    kept = first.kept(first.period)
+    keeps = [
+        f"members.keep_every = {first.keep_every} keeps up to {pluralize(kept, 'model')}, "
+        f"{format_bytes(kept * model)} of the disk."
+    ]
     return "\n".join(
         [
             f"{format_bytes(model)} of model and state, {first.step_s:.3g} s per step, H = "
@@ -145,5 +163,6 @@ def text(what: Subject, every: Sequence[Advice]) -> str:
             "Set cadence.period to H for 5 % or more, members.lease_s to the lease or more",
             f"(now {section.lease_s:g}). A dead member delays the end by one lease, at most "
             f"by {LEASES}.",
+            *(keeps if first.keep_every else []),
         ]
     )

@@ -10,7 +10,7 @@ from mpigossip.analysis.plan import (
     ALL_REDUCE,
     GOSSIP,
     Choice,
-    Row,
+    Prediction,
     always_global,
     choices,
 )
@@ -40,7 +40,7 @@ UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
 def text(
     what: Subject,
     machine: Machine,
-    rows: Sequence[Row],
+    rows: Sequence[Prediction],
     nodes: Sequence[int],
     epochs: float,
     note: str = "",
@@ -102,6 +102,7 @@ def _assumptions(machine: Machine, job: Job) -> list[list[str]]:
         ("update", _time(machine.update_s), "update"),
         ("jitter of computing", f"{machine.jitter:.1%}", "jitter"),
         ("sum of two vectors", _rate(machine.combine_rate), "sum"),
+        ("encoding of a wire", _rate(machine.encode_rate), "coding"),
         ("latency of a message", _time(machine.latency_s), "latency"),
         ("bandwidth of a node", _rate(machine.bandwidth), "bandwidth"),
     ]
@@ -129,7 +130,7 @@ def _origin_of_devices(machine: Machine, job: Job) -> str:
     """Return where the devices of a node come from."""
     if machine.sources.get("compute") == "measured":
         return "their steps were timed here"
-    return "setting node.devices"
+    return "node.devices"
 
 
 def _label(choice: Choice, own: Choice) -> str:
@@ -145,7 +146,7 @@ def _label(choice: Choice, own: Choice) -> str:
     return choice.graph
 
 
-def _details(row: Row) -> list[str]:
+def _details(row: Prediction) -> list[str]:
     hidden = f"{row.hidden_s / row.exchange_s:.0%}" if row.exchange_s else "-"
     megabytes = _short(row.bytes_per_step / 1e6)
     times = [_time(row.epoch_s), _time(row.total_s)] if row.steps_per_epoch else ["-", "-"]
@@ -171,7 +172,7 @@ def _time(value: float) -> str:
 
 
 def picture(
-    what: Subject, rows: Sequence[Row], nodes: Sequence[int], epochs: float, out: Path
+    what: Subject, rows: Sequence[Prediction], nodes: Sequence[int], epochs: float, out: Path
 ) -> None:
     """Plot the time of a step and of the whole training against the number of nodes, as a PNG.
 

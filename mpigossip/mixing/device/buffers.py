@@ -7,10 +7,10 @@ other chunks are being sent. The tests run the same code on the CPU.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
-from mpigossip.mixing.averages import ByRank, average, average_codes
 from mpigossip.mixing.base import MessageArrays, MessageLayout
 from mpigossip.mixing.combine import Source, sum_messages
 from mpigossip.mixing.device.memory import (
@@ -21,7 +21,8 @@ from mpigossip.mixing.device.memory import (
     pin,
 )
 from mpigossip.mixing.device.streams import Streams
-from mpigossip.mixing.host import HostBuffers, host_buffers
+from mpigossip.mixing.exact_average import ByRank, average, average_codes
+from mpigossip.mixing.host_memory import HostBuffers, host_buffers
 from mpigossip.mixing.plan import MessageChunk
 from mpigossip.mixing.transports import Transport
 from mpigossip.mixing.wire import encode_slot
@@ -73,6 +74,8 @@ class DeviceBuffers:
         self._copied: list[list[torch.cuda.Event | None]] = []
         self.host: HostBuffers | None = None
         self._average_inboxes: list[torch.Tensor] = []
+        self._totals: dict[int, torch.Tensor] = {}
+        self._checks: dict[int, Callable[[], None]] = {}
         self._unpin: Callable[[], None] = lambda: None
         if n > 1 and not transport.on_device:
             self.host = host_buffers(layout, rank, n, None, transport)
@@ -126,17 +129,37 @@ class DeviceBuffers:
         if self.host is not None and chunk.number == len(self._copied):
             self._copied.append(self._copy_out(self.sent, self.host.sent, chunk.span))
 
+    def check_later(
+        self, segment: int, totals: torch.Tensor, check: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Let :meth:`prepare` call ``check`` with ``totals`` on the host, before a chunk is sent.
+
+        :param segment: number of the segment; checks are called in this order
+        :param totals: values on the segment's device, computed on its current stream
+        :param check: function that raises an error if the message must not be sent
+        """
+        if segment not in self._totals:
+            self._totals[segment] = torch.empty(totals.shape, dtype=totals.dtype).pin_memory()
+        # :meth:`begin` records an event behind this copy
+        on_host = self._totals[segment].copy_(totals, non_blocking=True)
+        self._checks[segment] = partial(check, on_host)
+
     def prepare(self, number: int, chunk: MessageChunk) -> list[torch.Tensor]:
         """Wait until a chunk can be sent: the slots' streams have written it.
 
         If the transport sends from host memory, also wait until the chunk is copied there.
+
+        :raises NonFiniteError: if a check of :meth:`check_later` fails
         """
         if self.host is None:
             _wait(self._ready)  # waits for the slots' streams, which fill the outbox
-            return self.sent
-        self.stage(chunk)
-        _wait(self._copied[chunk.number])  # waits for the copies to host memory
-        return self.host.sent
+        else:
+            self.stage(chunk)
+            _wait(self._copied[chunk.number])  # waits for the copies to host memory
+        checks, self._checks = self._checks, {}
+        for segment in sorted(checks):
+            checks[segment]()
+        return self.sent if self.host is None else self.host.sent
 
     def _copy_out(
         self, sources: Sequence[torch.Tensor], to: Sequence[torch.Tensor], span: slice

@@ -1,8 +1,10 @@
 """Memory that MPI may access: allocations on a GPU, and pinned memory of the host.
 
 Torch's caching allocator divides large allocations into tensors, and an MPI window can't be opened
-safely over a part of an allocation. Windows therefore use separate allocations by CuPy; messages
-and NCCL use torch's memory.
+safely over a part of an allocation. Windows therefore use separate allocations by CuPy. Messages
+use them if CuPy is installed: with torch's option ``expandable_segments``, other processes cannot
+map torch's memory, so UCX copies messages between GPUs of a host through the processor. NCCL uses
+torch's memory.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -20,10 +23,13 @@ from mpigossip.cluster.deadline import WaitTimeoutError
 from mpigossip.cluster.process import libraries
 from mpigossip.config import JobError
 from mpigossip.config.errors import Failure
+from mpigossip.config.readable import print_note_once
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Environment variables with options of torch's allocator."""
 UNIT = 2 << 20
 """Sizes of allocations are rounded up to a multiple of this number of bytes, because cudaMalloc
 places smaller ones together in a shared block."""
@@ -102,9 +108,32 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
             return torch.from_dlpack(array)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise TransportUnavailable(
-            f"cudaMalloc of {allocated >> 20} MiB for windows on {device} failed: {error}; torch's "
-            "cache may hold the remaining memory (reduce data.batch)"
+            f"cudaMalloc of {allocated >> 20} MiB on {device} failed: {error}; torch's cache "
+            "may hold the remaining memory (reduce data.batch)"
         ) from error
+
+
+def message_memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate zeroed memory for MPI messages, as a tensor uint8 (nbytes,).
+
+    On a GPU, it is a cudaMalloc of its own, or memory of torch if CuPy is missing.
+
+    :raises TransportUnavailable: if the allocation fails
+    """
+    if device.type == "cpu":
+        return ordinary(nbytes, device)
+    try:
+        _cupy(device)
+    except TransportUnavailable:
+        options = (os.environ.get(name, "") for name in ALLOCATOR)
+        if any("expandable_segments:True" in text for text in options):
+            print_note_once(
+                "messages between GPUs of one host are slow: CuPy is missing, and other processes "
+                "cannot map memory that torch allocates with expandable_segments; "
+                "pip install 'mpigossip[gpu]', or remove the option from PYTORCH_CUDA_ALLOC_CONF"
+            )
+        return ordinary(nbytes, device)
+    return private(nbytes, device)
 
 
 def create(memory: Any, comm: MPI.Intracomm) -> MPI.Win:

@@ -23,15 +23,15 @@ from mpigossip.cluster.agreement import with_timeout
 from mpigossip.cluster.collectives import close_window
 from mpigossip.cluster.deadline import world_ranks
 from mpigossip.cluster.process import libraries
-from mpigossip.mixing.averages import raw
 from mpigossip.mixing.device.memory import (
     TransportUnavailable,
     create,
     device_context,
     flush_rdma_writes,
-    ordinary,
+    message_memory,
     private,
 )
+from mpigossip.mixing.exact_average import raw
 from mpigossip.mixing.notifications import all_ranks, wait_all
 from mpigossip.mixing.progress_thread import run_on_all_ranks
 
@@ -147,12 +147,72 @@ def _library_says() -> bool:
 
 def ucx_version() -> tuple[int, ...]:
     """Return the version of the UCX library in this process, such as (1, 19, 0); () without UCX."""
+    if (library := _ucp()) is None:
+        return ()
+    numbers = [ctypes.c_uint() for _ in range(3)]
+    library.ucp_get_version(*map(ctypes.byref, numbers))
+    return tuple(number.value for number in numbers)
+
+
+def ucx_is_threaded() -> bool | None:
+    """Return whether UCX was built for several threads (`--enable-mt`); None if it is unknown.
+
+    It is unknown without UCX in this process, and with UCX before 1.11.
+    """
+    library = _ucp()
+    if library is None or not hasattr(library, "ucp_lib_query"):
+        return None
+    attributes = UcxAttributes(UcxAttributes.MAX_THREAD_LEVEL)
+    failed = library.ucp_lib_query(ctypes.byref(attributes))
+    return None if failed else attributes.max_thread_level == UcxAttributes.MULTI
+
+
+class UcxAttributes(ctypes.Structure):
+    """The structure ``ucp_lib_attr_t`` of UCX, up to its first attribute."""
+
+    MAX_THREAD_LEVEL = 1
+    """Bit of ``field_mask`` that requests the attribute."""
+    MULTI = 2
+    """Value UCS_THREAD_MODE_MULTI."""
+    _fields_ = (("field_mask", ctypes.c_uint64), ("max_thread_level", ctypes.c_int))
+
+
+def _ucp() -> ctypes.CDLL | None:
+    """Return the UCX library that this process has loaded; None if there is none."""
     for path in libraries():
         if path.rpartition("/")[2].startswith("libucp"):
-            numbers = [ctypes.c_uint() for _ in range(3)]
-            ctypes.CDLL(path).ucp_get_version(*map(ctypes.byref, numbers))
-            return tuple(number.value for number in numbers)
-    return ()
+            return ctypes.CDLL(path)
+    return None
+
+
+def open_mpi_pml() -> str:
+    """Return the name of Open MPI's component for messages, such as "ucx" or "ob1".
+
+    Open MPI selects it in ``MPI_Init``. No function of MPI returns it, so it is read from the
+    library's variable ``mca_pml_base_selected_component``. The name is empty with another MPI, and
+    if the variable does not have the layout of Open MPI 4 and 5.
+    """
+    for path in libraries():
+        if not path.rpartition("/")[2].startswith("libmpi.so"):
+            continue
+        with contextlib.suppress(ValueError):  # the library has no such variable
+            component = PmlComponent.in_dll(ctypes.CDLL(path), "mca_pml_base_selected_component")
+            if component.type == b"pml":
+                return component.name.decode("ascii", "replace")
+    return ""
+
+
+class PmlComponent(ctypes.Structure):
+    """The beginning of Open MPI's structure ``mca_base_component_t``."""
+
+    _fields_ = (
+        ("interface_version", ctypes.c_int * 3),
+        ("project", ctypes.c_char * 16),
+        ("project_version", ctypes.c_int * 3),
+        ("type", ctypes.c_char * 32),
+        ("type_version", ctypes.c_int * 3),
+        ("name", ctypes.c_char * 64),
+    )
 
 
 # -- in a subprocess -----------------------------------------------------------------------------
@@ -323,7 +383,7 @@ class Proof:
         wait_all(dict(enumerate(requests)), self._timeout_s, late, all_ranks)
 
     def _allocate(self, slot: int, device: torch.device) -> None:
-        allocate = private if self._way == "windows" else ordinary
+        allocate = private if self._way == "windows" else message_memory
         self._memory.append(allocate(2 * PROBE, device))
         self._memory[slot][:PROBE].fill_(_pattern(self.comm.rank, slot))
         if device.type == "cuda":

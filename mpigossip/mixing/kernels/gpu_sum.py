@@ -108,7 +108,7 @@ def _launch(weights: Sequence[float], arrays: Sequence[torch.Tensor], out: torch
     pointers = [np.uint64(array.data_ptr()) for array in (out, *arrays)]
     scales = map(np.float32, weights[:1] if uniform else weights)
     blocks = -(-out.numel() // (4 * THREADS))
-    stream = Stream(torch.cuda.current_stream(out.device))
+    stream = CupyStream(torch.cuda.current_stream(out.device))
     with torch.cuda.device(out.device), cupy.cuda.Stream.from_external(stream):
         kernel((blocks,), (THREADS,), (np.int64(out.numel()), *pointers, *scales))
 
@@ -120,7 +120,7 @@ def _compiled(types: tuple[torch.dtype, ...], uniform: bool) -> Any:
     return cupy.RawKernel(source(types, uniform), NAME)
 
 
-class Stream:
+class CupyStream:
     """Torch stream with the method by which CuPy accepts streams of other libraries."""
 
     def __init__(self, stream: torch.cuda.Stream):

@@ -282,13 +282,17 @@ def _compile(path: Path, compiler: list[str], touch: Callable[[], None] = lambda
             if time.monotonic() >= until:
                 process.kill()
                 process.wait()
-                raise NoKernel(f"{compiler[0]} did not end within {COMPILE_S:g} s")
+                raise NoKernel(
+                    f"{compiler[0]} did not end within {COMPILE_S:g} s; set CC to another compiler"
+                )
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(TOUCH_S)
             touch()
         if process.returncode:
             lines = messages.read_text(errors="replace").strip().splitlines()
-            raise NoKernel(f"{compiler[0]} failed: {(lines or ['no message'])[0]}")
+            raise NoKernel(
+                f"{compiler[0]} failed: {(lines or ['no message'])[0]}; set CC to another compiler"
+            )
         built.chmod(0o755)
         return built.replace(path)
 

@@ -88,7 +88,7 @@ def wait_for_requests(
 class Bell:
     """Pipe by which any thread can end the call of :func:`wait_for_requests` in another thread.
 
-    Pass the attribute ``wake`` to this call.
+    The attribute ``wake`` is the file descriptor to pass to :func:`wait_for_requests`.
     """
 
     def __init__(self) -> None:

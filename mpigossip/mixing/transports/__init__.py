@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from mpi4py import MPI
 
-from mpigossip.mixing.averages import ByRank, swap_by_messages
 from mpigossip.mixing.base import MessageLayout
 from mpigossip.mixing.device.memory import agreed, ordinary
+from mpigossip.mixing.exact_average import ByRank, swap_by_messages
 from mpigossip.mixing.notifications import Notifications
 from mpigossip.mixing.plan import MessageChunk, RoundPlan, RoundState, chunks
 
@@ -146,10 +146,14 @@ def inboxes(
     devices: Sequence[torch.device],
     allocate: Callable[[int, torch.device], torch.Tensor] = ordinary,
 ) -> list[torch.Tensor]:
-    """Allocate uint8 memory for ``buffers`` messages on each slot's device: (buffers, bytes).
+    """Allocate memory for received messages on each slot's device; collective.
 
-    It is collective.
-
+    :param comm: communicator of the nodes
+    :param layout: layout of a node's message
+    :param buffers: number of messages for which each slot gets memory
+    :param devices: device of each slot
+    :param allocate: function (bytes, device) that returns uint8 memory
+    :return: for each slot, a uint8 array (buffers, bytes)
     :raises TransportUnavailable: on all ranks, if the allocation fails on one
     """
     size = layout.slot_sent_bytes

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from mpi4py import MPI
 
-from mpigossip.mixing.averages import CUT, raw
 from mpigossip.mixing.base import MessageLayout
-from mpigossip.mixing.device.memory import device_context, flush_rdma_writes
+from mpigossip.mixing.device.memory import device_context, flush_rdma_writes, message_memory
+from mpigossip.mixing.exact_average import CUT, raw
 from mpigossip.mixing.notifications import called, wait_all
 from mpigossip.mixing.plan import MessageChunk, RoundPlan, RoundState
 from mpigossip.mixing.transports import Transport, inboxes
@@ -52,7 +52,8 @@ class Messages(Transport):
         self._devices = devices or [torch.device("cpu")] * layout.slots
         self.on_device = bool(devices)
         self._hosts = hosts
-        areas = inboxes(comm, layout, buffers, self._devices)
+        self.allocate = message_memory
+        areas = inboxes(comm, layout, buffers, self._devices, message_memory)
         self._inbox = [[area[k] for area in areas] for k in range(buffers)]
         self.memory = () if devices else [area.view(-1) for area in areas]
         self._receives: dict[tuple[int, int], list[MPI.Request]] = {}
@@ -74,9 +75,15 @@ class Messages(Transport):
         areas: Sequence[torch.Tensor],
         rank: int,
     ) -> list[MPI.Request]:
-        """Send or receive a chunk of each slot by ``call``, in pieces of at most `CUT` bytes.
+        """Send or receive a chunk of each slot, in pieces of at most `CUT` bytes.
 
         The device of the slot is current during the call.
+
+        :param call: ``Isend`` or ``Irecv`` of the communicator
+        :param r: state of the round, which determines the tag
+        :param chunk: chunk of the message
+        :param areas: for each slot, the memory of its whole message
+        :param rank: the other rank
         """
         tag = FIRST_TAG + r.t % ROUNDS
         span = chunk.span

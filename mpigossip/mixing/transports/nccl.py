@@ -17,10 +17,10 @@ from mpigossip.cluster.deadline import Deadline, world_ranks
 from mpigossip.cluster.process_groups import GroupRank, close_groups, launch_lock, open_groups
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import Failure, JobError
-from mpigossip.mixing.averages import ByRank
 from mpigossip.mixing.base import MessageLayout
 from mpigossip.mixing.device.memory import TransportUnavailable, device_context
 from mpigossip.mixing.device.streams import Streams
+from mpigossip.mixing.exact_average import ByRank
 from mpigossip.mixing.notifications import BEGUN
 from mpigossip.mixing.plan import MessageChunk, RoundPlan, RoundState
 from mpigossip.mixing.transports import Transport, inboxes
@@ -199,7 +199,13 @@ class Nccl(Transport):
 
 
 def _calls(group: Any, device: torch.device, sent: list, received: list) -> list[Any]:
-    """Begin the sends and receives of a slot; return work objects that show their completion."""
+    """Begin the sends and receives of a slot; return work objects that show their completion.
+
+    :param group: process group of the slot
+    :param device: device of the slot
+    :param sent: pairs (rank, array) to send
+    :param received: pairs (rank, array) to receive
+    """
     if device.type == "cpu":  # gloo has no groups of calls
         works = [group.recv([memory], j, 0) for j, memory in received]
         return works + [group.send([memory], j, 0) for j, memory in sent]

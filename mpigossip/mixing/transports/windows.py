@@ -10,7 +10,6 @@ from mpi4py import MPI
 
 from mpigossip.cluster.collectives import close_window, open_window, register_windows
 from mpigossip.cluster.deadline import world_ranks
-from mpigossip.mixing.averages import CUT, raw
 from mpigossip.mixing.base import MessageLayout
 from mpigossip.mixing.device.memory import (
     TransportUnavailable,
@@ -19,6 +18,7 @@ from mpigossip.mixing.device.memory import (
     flush_rdma_writes,
     private,
 )
+from mpigossip.mixing.exact_average import CUT, raw
 from mpigossip.mixing.notifications import ARRIVED, FREE
 from mpigossip.mixing.plan import MessageChunk, RoundPlan, RoundState
 from mpigossip.mixing.progress_thread import run_on_all_ranks
@@ -141,7 +141,14 @@ class Windows(Transport):
         return in_flight
 
     def _put(self, slot: int, memory: torch.Tensor, span: slice, rank: int, offset: int) -> None:
-        """Put from device to device, with the slot's device current; a flush completes it."""
+        """Put a part of a slot's message from device to device; a flush completes the transfer.
+
+        :param slot: index of the slot
+        :param memory: message of the slot, on its device, which is made current
+        :param span: range of bytes of the message
+        :param rank: rank whose window is written
+        :param offset: offset in that window of the first byte of the message
+        """
         with device_context(self._devices[slot]):
             for begin in range(span.start, span.stop, CUT):
                 piece = raw(memory[begin : min(begin + CUT, span.stop)])

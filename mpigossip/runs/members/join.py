@@ -1,4 +1,4 @@
-"""`mpigossip join`: one member of a training in a folder, which members join and leave."""
+"""`mpigossip join`: training of one member, in a folder that all members of the training share."""
 
 import os
 import platform
@@ -10,20 +10,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 import mpigossip
 from mpigossip import config
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.local_devices import slots_of
+from mpigossip.cluster.world import SingleProcess, World
 from mpigossip.config import Job, JobError
+from mpigossip.config.errors import UserError
 from mpigossip.config.readable import print_note
-from mpigossip.engine.measurements import Record
-from mpigossip.members.live import POLL_S, FolderExchange, StopRequested, layout
+from mpigossip.engine.measurements import StepMetrics
+from mpigossip.members.live import POLL_S, FolderExchange, StopRequested, layout, read_model
 from mpigossip.members.outages import FolderUnreachable
+from mpigossip.members.parts import cut
 from mpigossip.members.place import FOLDERS, Place, TrainingPlan, record_name
+from mpigossip.members.rate import describe_slow_folder, seconds_per_round
 from mpigossip.members.records import NO_LINKS, RecordStore, Round
 from mpigossip.runs.launch import differing
 from mpigossip.runs.members.member import Member, steps_of_round
+from mpigossip.runs.members.ranks import SeveralRanks, for_ranks, world_of
 from mpigossip.runs.printer import Printer
 from mpigossip.runs.progress import Progress
 from mpigossip.runs.recorder import Recorder
@@ -31,11 +37,12 @@ from mpigossip.runs.stopper import Stopper, end_of_allocation
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.manifest import MANIFEST, Number
+from mpigossip.training import shape
 from mpigossip.training.assemble import Assembly, assemble, load
 from mpigossip.training.evaluate import Evaluation, evaluate
 from mpigossip.training.rules import check_member
 
-FORMAT = "mpigossip members 3"
+FORMAT = "mpigossip members 2"
 """Name and version of the file format."""
 JOB = "job.toml"
 """Name of the file with the job that all members share."""
@@ -52,6 +59,8 @@ OWN = {
     "node.timeout_s",
 }
 """Sections and settings of a job in which members may differ."""
+SLOTS = {"node.devices", "node.ranks_per_node"}
+"""Settings that may differ if the number and kind of a member's slots are equal."""
 FILES = ("graph.name", "graph.placement")
 """Settings that may name a file as "file:PATH", which is read but never imported."""
 OWN_COPY = "to run that code, pass your own copy: `mpigossip {command} {folder} JOB.toml`"
@@ -77,60 +86,73 @@ def join(
     :param poll_s: seconds after which a member without work reads the folder again
     :param stop: function that returns whether to leave, called after each step
     :return: summary with "finished", which is False if the member was asked to leave, and "places",
-        the numbers of its places; after the end also the metrics, the checkpoint and its digest
+        the numbers of its places; after the end also the metrics, the checkpoint and its digest.
+        On ranks other than rank 0 of a member, it has the number of the "rank", too
     :raises JobError: if the user can correct the error, such as a job that members can't train
     :raises FolderUnreachable: if the file system fails for longer than a lease
     """
     disk = RecordStore(folder, shared)
     own_job = job
-    if job is None or disk.exists(JOB):
-        job = job_of(folder, own_job, disk)
-    check_member(job)
-    with SingleProcess() as world:
+    if job is None:
+        job = job_of(folder, None, disk)
+    with world_of(job) as world:
+        own_job = None if own_job is None else shape.with_ranks(job, world.size)
+        job = for_ranks(job, world)
+        with world.raise_together(UserError):
+            if own_job is not None and world.rank == 0 and disk.exists(JOB):
+                job_of(folder, own_job, disk)
+            check_member(job)
         assembly = assemble(job, world, 1)
         end = end_of_allocation(job.checkpoint.wall_clock_s)
         try:
-            flat = assembly.engine.vector.flat
-            # A new training begins only now, after data and model were loaded without an error.
-            job_of(folder, own_job, disk, parameters=layout(flat.names, flat.shapes))
+            with world.raise_together(UserError):
+                member = Member(assembly)
+                flat = assembly.engine.vector.flat
+                # A new training begins only now, after data and model were loaded without an error.
+                if world.rank == 0:
+                    job_of(folder, own_job, disk, parameters=layout(flat.names, flat.shapes))
             with Stopper(world, folder, end) as stopper:
                 plan = plan_of(assembly, lease_s)
                 live = FolderExchange(
                     Place(disk, plan, report=print_note),
                     lambda: stop() or stopper.due(),
                     poll_s,
+                    SeveralRanks(world, member.part) if member.part else None,
                 )
-                return _train(live, Member(assembly), folder, world)
+                summary = _train(live, member, folder, world)
+                return summary | ({"rank": world.rank} if world.rank else {})
         finally:
             assembly.close()
 
 
-def _train(
-    live: FolderExchange, member: Member, folder: Path, world: SingleProcess
-) -> dict[str, Any]:
+def _train(live: FolderExchange, member: Member, folder: Path, world: World) -> dict[str, Any]:
     """Train until the end, and return the summary; join again if the place was closed.
 
     :param live: exchange of this member
     :param member: the training of this member
     :param folder: folder of the training
-    :param world: world of the single process
+    :param world: ranks of this member
     """
     place = live.place
     places = list[int]()
     flat = member.engine.vector.flat
     facts = about(flat.names, flat.shapes, member.engine.group.devices)
     watched = None
+    folder_s = None
     try:
-        while not place.ended():
+        while not live.ended():
             if live.stopping():
                 raise StopRequested
+            if folder_s is None:
+                folder_s = live.decide(lambda: seconds_per_round(place.disk))
             with live.stay():
                 member.begin(live.begin(facts))
                 places.append(place.number)
-                with _Watched(member, live, folder, world) as watched:
+                with _Watched(member, live, folder, world, folder_s) as watched:
                     member.train(live, watched.after)
     except StopRequested:
-        return {"finished": False, "places": places}
+        stop_file = live.decide(lambda: place.disk.sees("STOP"))
+        return {"finished": False, "places": places, "stop_file": stop_file}
     finally:
         live.close()
     evaluation, stored = _result(live, member, folder)
@@ -145,14 +167,24 @@ class _Watched:
     After each step, it checks whether the member has to leave.
     """
 
-    def __init__(self, member: Member, live: FolderExchange, folder: Path, world: SingleProcess):
+    def __init__(
+        self,
+        member: Member,
+        live: FolderExchange,
+        folder: Path,
+        world: World,
+        folder_s: float,
+    ):
         """Prepare the log, such as logs/000007/log.h5 in the training's folder for place 7.
 
         :param member: the training of this member
         :param live: exchange of this member, which has a place
         :param folder: folder of the training
-        :param world: world of the single process
+        :param world: ranks of this member; rank 0 writes log and output
+        :param folder_s: result of :func:`~mpigossip.members.rate.seconds_per_round`
         """
+        self.folder_s = folder_s
+        self.world = world
         self.member = member
         self.live = live
         assembly = member.assembly
@@ -178,8 +210,9 @@ class _Watched:
             ],
         )
         # Don't create missing parents: they are missing only if the folder was unmounted.
-        self.recorder = Recorder(world, parents=False)
-        self.printer = Printer(world)
+        # Rank 0 writes alone, so that it can repeat what an error of the file system has prevented.
+        self.recorder = Recorder(SingleProcess(), parents=False)
+        self.printer = Printer(SingleProcess())
         # The lines on the terminal count the steps of all members.
         self.shown = replace(
             self.progress,
@@ -188,18 +221,44 @@ class _Watched:
         )
 
     def __enter__(self) -> Self:
+        self.live.decide(self._start)
+        return self
+
+    def _start(self) -> None:
         self.live.place.disk.make("logs")
         self._retry(lambda: self.recorder.start(self.progress, self.member.assembly))
         self.printer.start(self.shown, self.member.assembly)
-        return self
 
-    def after(self, record: Record, chunk: int) -> None:
-        """Log a step, then check whether to leave.
+    def after(self, record: StepMetrics, chunk: int) -> None:
+        """Log a step, then check whether to leave; collective.
 
         :param record: metrics of the step
         :param chunk: chunk that is trained
         :raises StopRequested: if the member was asked to leave
         :raises JobError: if a round takes longer than a fifth of the lease
+        """
+        records = self.world.gather(record)
+        if records:
+            self._log(_of_ranks(records), chunk)
+        live = self.live
+        if self.member.done == 2 * self.member.steps:
+            live.decide(self._check_round)
+        if live.stopping():
+            raise StopRequested
+
+    def _check_round(self) -> None:
+        """Check the duration of the second round, see :func:`check_lease`; warn if H is small."""
+        place = self.live.place
+        seconds = self.live.round_seconds()
+        check_lease(place.plan.lease_s, seconds)
+        if warning := describe_slow_folder(self.folder_s, seconds, self.member.steps):
+            place.report(warning)
+
+    def _log(self, record: StepMetrics, chunk: int) -> None:
+        """Log a step.
+
+        :param record: metrics of the step
+        :param chunk: chunk that is trained
         """
         place = self.live.place
         peer = self.live.place.peer
@@ -224,10 +283,10 @@ class _Watched:
             self._retry(self.recorder.flush)
         if place.round == 3 and not within:
             check_lease(place.plan.lease_s, self.live.round_seconds())
-        if self.live.stopping():
-            raise StopRequested
 
     def __exit__(self, *_) -> None:
+        if self.world.rank:
+            return
         over = self.live.place.disk.outages.given_up
         with suppress(*(FolderUnreachable, StoreError) if over else ()):
             self._retry(self.recorder.flush)
@@ -241,11 +300,13 @@ class _Watched:
         self.live.place.disk.outages.retry(write, self.progress.folder / "log.h5")
 
     def end(self, evaluation: Evaluation, stored: dict[str, Any]) -> None:
-        """Log the evaluation of the final model and the summary.
+        """Write the evaluation of the final model and the summary to the log.
 
         :param evaluation: evaluation of the final model
         :param stored: path and digest of the checkpoint, for the summary
         """
+        if self.world.rank:
+            return
         place = self.live.place
         progress = self.progress
         recorder = self.recorder
@@ -264,6 +325,23 @@ class _Watched:
             **stored,
         }
         self._retry(lambda: recorder.stop(progress, summary))
+
+
+def _of_ranks(records: Sequence[StepMetrics]) -> StepMetrics:
+    """Return the record of a member's step from the records of its ranks.
+
+    Losses and metrics are averaged, and bytes are summed. Rank 0 provides all other values.
+    """
+    first = records[0]
+    if len(records) == 1:
+        return first
+    sent = [sum(counts) for counts in zip(*(r.bytes_sent for r in records), strict=True)]
+    return replace(
+        first,
+        loss=torch.stack([record.loss for record in records]).mean(0),
+        metrics={k: np.mean([r.metrics[k] for r in records], 0) for k in first.metrics},
+        bytes_sent=sent,
+    )
 
 
 def _result(
@@ -291,7 +369,7 @@ def _result(
         path = checkpoint.latest(folder)
         return {"checkpoint": str(path), "digest": checkpoint.digest(path)} if path else {}
 
-    return evaluation, live.place.disk.retry(of_checkpoint, "checkpoints")
+    return evaluation, live.decide(lambda: live.place.disk.retry(of_checkpoint, "checkpoints"))
 
 
 def result(
@@ -309,11 +387,27 @@ def result(
     :param job: text of the job, for the manifest of the checkpoint
     :param facts: further entries of the manifest
     """
+    part = live.ranks.part
+    outcome = live.decide(lambda: _read_or_write(live, folder, steps, job, facts))
+    if isinstance(outcome, Path):
+        states = live.place.disk.retry(lambda: _stored(outcome), "checkpoints")
+        return states if part is None else [cut(state, part) for state in states]
+    return live.local_parts(outcome)
+
+
+def _read_or_write(
+    live: FolderExchange, folder: Path, steps: int, job: str, facts: dict[str, Number]
+) -> Path | list[Round]:
+    """Read the models that the record END names, and write the checkpoint, if necessary.
+
+    The parameters are as for :func:`result`. Return the path of the checkpoint if it exists
+    already; otherwise, return the versions that were read.
+    """
     place = live.place
     disk = live.place.disk
     # Read the checkpoint if there is one: long after the end, the files in `models` may be gone.
-    if (stored := disk.retry(lambda: _stored(folder), "checkpoints")) is not None:
-        return stored
+    if (path := disk.retry(lambda: checkpoint.latest(folder), "checkpoints")) is not None:
+        return path
     end = place.ended()
     records = [place.record(version.place, version.round, listed=True) for version in end.versions]
     rounds = [record for record in records if isinstance(record, Round)]
@@ -327,22 +421,21 @@ def result(
             "copy it back and start this member again"
         )
     if end.place == place.number or (place.number < 0 and _given_up(live, folder)):
+        if live.ranks.part is not None:
+            states = [state for r in read if (state := read_model(place, r)) is not None]
         n = len(states)
         meta = {"nodes": n, "asked": n, "lost": "", "lost_at": 0, **facts}
-        disk.retry(lambda: _write(disk, folder, steps, states, job, meta), "checkpoints")
-    return states
+        disk.retry(lambda: write_checkpoint(disk, folder, steps, states, job, meta), "checkpoints")
+    return read
 
 
-def _stored(folder: Path) -> list[NodeState] | None:
-    """Return the models of the checkpoint in a folder; None if there is none."""
-    path = checkpoint.latest(folder)
-    if path is None:
-        return None
+def _stored(path: Path) -> list[NodeState]:
+    """Return the models of a checkpoint."""
     manifest = checkpoint.read_manifest(path)
     return [checkpoint.read_node(path, node, manifest) for node in range(manifest.n)]
 
 
-def _write(
+def write_checkpoint(
     disk: RecordStore,
     folder: Path,
     steps: int,
@@ -357,7 +450,7 @@ def _write(
     :param steps: number of steps of the whole training
     :param states: the models, one for each node of the checkpoint
     :param job: text of the job
-    :param meta: entries of the manifest
+    :param meta: entries of the checkpoint's manifest
     """
     disk.make("checkpoints")
     temporary = checkpoint.begin(folder, steps)
@@ -420,15 +513,18 @@ def plan_of(assembly: Assembly, lease_s: float | None = None) -> TrainingPlan:
     """
     section = assembly.parts.job.members
     chunks = -(-assembly.total_steps // steps_of_round(assembly))
-    longest = assembly.engine.cadence.longest_round
+    longest = assembly.parts.cadence.longest_round
     # If members are unequal, a block is one round of the fastest: a slow member then holds few
     # chunks at the end, when the others wait for it.
     block = longest if longest > 1 else max(1, min(section.claim_rounds, chunks // 64))
-    return TrainingPlan(chunks, block, section.lease_s if lease_s is None else lease_s, longest)
+    lease = section.lease_s if lease_s is None else lease_s
+    return TrainingPlan(chunks, block, lease, section.keep_every, longest)
 
 
 def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dict[str, str]:
-    """Return the facts on which the bits of a member's model depend, for its first record.
+    """Return the facts on which the bits of a member's model depend, as text by name.
+
+    The first record of the member's place contains them (`Start.about`).
 
     :param names: names of the model's parameters
     :param shapes: shapes of the parameters
@@ -449,6 +545,14 @@ def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dic
             for device in devices
         ),
     }
+
+
+def ranks_fact(ranks: int) -> dict[str, str]:
+    """Return the number of ranks of a program as a fact for :func:`about`; empty for one rank.
+
+    The bits of such a member's model depend on it.
+    """
+    return {"ranks": str(ranks)} if ranks > 1 else {}
 
 
 # -- the folder and its job ---------------------------------------------------------------------
@@ -520,8 +624,8 @@ def none_there(disk: RecordStore) -> str:
     """Return the error message for a folder that contains no job of a training."""
     if disk.exists(LOOP):
         return (
-            f'"{disk.root}" holds the training of a program (see {LOOP}): start that '
-            "program; with mpigossip.join(…, replay=True) it repeats the training"
+            f'"{disk.root}" holds the training of a program (see {LOOP}), not of a job: start that '
+            "program, or call mpigossip.join(…, replay=True) in it to repeat the training"
         )
     none = (
         f'"{disk.root}" holds no training yet: begin one by `mpigossip join {disk.root} JOB.toml`'
@@ -530,11 +634,11 @@ def none_there(disk: RecordStore) -> str:
 
 
 def of_something_else(disk: RecordStore, name: str) -> str:
-    """Return an error message if a folder contains other files than a training, otherwise "".
+    """Return an error message if a folder contains files that belong to no training, otherwise "".
 
     :param disk: the folder
-    :param name: name of the file with the job; if it exists, another member has begun the training
-        meanwhile
+    :param name: name of the file with the job. If the folder contains it, the result is "": another
+        member has begun the training meanwhile
     """
     names = set(disk.names(""))
     if name in names or names <= {*FOLDERS, "STOP"}:
@@ -574,12 +678,39 @@ def job_there(
         remedy = OWN_COPY.format(folder=disk.root, command=command)
         raise JobError(f"{disk.root}/{name} imports {', '.join(foreign)}: {remedy}")
     job = load(text)
-    if own is not None and (differences := differing(own, job, OWN)):
+    differences = differing(own, job, OWN | SLOTS) if own is not None else []
+    if own is not None and (slots := _differing_slots(own, job)):
+        differences.append(slots)
+    if differences:
         raise JobError(
             f'"{disk.root}" holds the training of another job ({"; ".join(differences[:4])}); '
             f"to {command} it, omit JOB.toml, or name another folder"
         )
     return job
+
+
+def _differing_slots(own: Job, job: Job) -> str:
+    """Describe the settings by which a member has other slots than the training allows.
+
+    Earlier versions of mpigossip reject a job with several ranks, and can't read the records of
+    such a member. Members may therefore have several ranks only if the training began with such a
+    job.
+
+    :param own: this member's copy of the job
+    :param job: the job in the folder
+    :return: settings with both values, or "" if the slots agree
+    """
+    own_slots = slots_of(own.node.devices) * shape.ranks_of(own)
+    slots = slots_of(job.node.devices) * shape.ranks_of(job)
+    kinds = {device.partition(":")[0] for device in (*own_slots, *slots)}
+    if job.node.ranks_per_node != 1 and len(own_slots) == len(slots) and len(kinds) == 1:
+        return ""
+    return "; ".join(
+        f"{setting} = {here!r}, in the folder {there!r}"
+        for setting in sorted(SLOTS)
+        if (here := getattr(own.node, setting.partition(".")[2]))
+        != (there := getattr(job.node, setting.partition(".")[2]))
+    )
 
 
 def check_lease(lease_s: float, round_s: float) -> None:
@@ -593,8 +724,8 @@ def check_lease(lease_s: float, round_s: float) -> None:
     """
     if lease_s < 5 * round_s:
         raise JobError(
-            f"a round takes {round_s:.3g} s, but a lease is {lease_s:g} s, so that other members "
-            "would close this one; a lease must last at least five rounds: begin in another "
-            f"folder with a lease of {5 * round_s:.0f} s (members.lease_s; in a program, lease_s), "
-            "or with fewer steps per round"
+            f"members.lease_s = {lease_s:g}: must be at least five times the duration of a round, "
+            f"which is {round_s:.3g} s here, because other members close a member that is silent "
+            f"for a lease: begin in another folder with {5 * round_s:.0f} s (members.lease_s of a "
+            "job, lease_s of a program), or with fewer steps per round"
         )

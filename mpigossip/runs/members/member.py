@@ -10,16 +10,42 @@ import numpy as np
 import torch
 
 from mpigossip.algorithms.base import Step
-from mpigossip.engine.measurements import Record
-from mpigossip.engine.vector import join_row, scatter_row
+from mpigossip.config import JobError
+from mpigossip.engine.measurements import StepMetrics
+from mpigossip.engine.vector import ParameterLayout, is_per_row, join_row, scatter_row
 from mpigossip.engine.whole import WholeExchange
-from mpigossip.groups.base import local_shards
+from mpigossip.groups.base import Group, local_shards
+from mpigossip.members.parts import Part
 from mpigossip.mixing.base import ExchangeKind, MessageArrays, MessageLayout
 from mpigossip.mixing.combine import weighted_sum
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.runs.state import AVERAGED, plain, put_buffers
 from mpigossip.store.checkpoint import NodeState, Number
 from mpigossip.training.assemble import Assembly
+
+
+def part_of(group: Group, flat: Any, ranks: int) -> Part | None:
+    """Return the part of the model that this process holds; None if it holds the whole model.
+
+    :param group: slots of the member
+    :param flat: layout of the parameters
+    :param ranks: number of ranks of the member
+    :raises JobError: if the layout permutes a parameter, so that a rank does not hold consecutive
+        elements
+    """
+    if ranks == 1:
+        return None
+    if not (isinstance(flat, ParameterLayout) and flat.is_row_major):
+        raise JobError(
+            f"node.ranks_per_node = {ranks}: each rank of a member writes consecutive elements of "
+            "the parameters, but a parameter is not in row-major order: leave out "
+            "node.channels_last"
+        )
+    row = torch.empty(flat.width, device="meta")
+    counts = [sum(map(len, flat.inside(row, slot))) for slot in range(flat.slots)]
+    first, last = group.local_slots[0], group.local_slots[-1]
+    rank = first // len(group.local_slots)
+    return Part(rank, ranks, group.slots, sum(counts[:first]), sum(counts[first : last + 1]))
 
 
 class FolderMixer(Simulated):
@@ -88,6 +114,10 @@ class Member:
         self.trainer = assembly.trainer
         self.assembly = assembly
         self.engine = engine = assembly.engine
+        # The ranks of a member divide the model; in a replay, one process holds all slots.
+        ranks = engine.group.slots // len(engine.group.local_slots)
+        self.part = part_of(engine.group, engine.vector.flat, ranks)
+        """Part of the model that this rank holds; None: the whole model."""
         self.steps = steps_of_round(assembly)
         """Number H of steps in a chunk."""
         self.within = 0
@@ -152,13 +182,11 @@ class Member:
         :param local_steps: number of local steps that the model has made
         :param rounds: number of rounds that the member has completed
         :param chunks: number of chunks that it has trained in these rounds
-        :param names: names of the arrays to load; None: all of them
+        :param names: last parts of the names of the arrays to load, such as "momentum"; None: all
         """
         engine = self.engine
         replicas = self.trainer.replicas
-        flat = engine.vector.flat
-        local = local_shards(engine.group)
-        scatter_row(state.parameters, engine.vector.x, 0, flat, local)
+        self._put(state.parameters, engine.vector.x)
         engine.group.all_gather(engine.vector.x, engine.vector.full)
         engine.replace_mixer(self.mixer)
         engine.restart()
@@ -166,11 +194,12 @@ class Member:
         engine.restore_counters(counters | {"local_steps": local_steps})
         for name, parts in engine.parts().items():
             if names is None or name.split("/")[-1] in names:
-                scatter_row(state.arrays[name], parts, 0, flat, local)
+                # A published state has all arrays of the model's size as pieces, or as arrays.
+                self._put(state.pieces[name] if name in state.pieces else state.arrays[name], parts)
         put_buffers(dict(zip(engine.group.local_slots, replicas.buffers(0), strict=True)), state)
 
     def train(
-        self, exchange: Any, after: Callable[[Record, int], None] = lambda record, chunk: None
+        self, exchange: Any, after: Callable[[StepMetrics, int], None] = lambda record, chunk: None
     ) -> None:
         """Train chunks until there are no more.
 
@@ -200,16 +229,55 @@ class Member:
         """
         engine = self.engine
         flat = self.engine.vector.flat
-        arrays = engine.pack_state(0)
-        for slot, buffers in enumerate(self.trainer.replicas.buffers(0)):
+        arrays = engine.pack_state(0) if self.part is None else {}
+        buffers_by_slot = self.trainer.replicas.buffers(0)
+        for slot, buffers in zip(engine.group.local_slots, buffers_by_slot, strict=True):
             for name, buffer in buffers.items():
                 arrays[f"buffers/{slot}/{name}"] = plain(buffer).copy()
-        x = engine.group.to_first([parts[0] for parts in message])
         # The average of several members' models may have made more local steps than the number of
         # the step, which a checkpoint would reject.
         index = max(self.data_step, local_steps)
         counts: dict[str, Number] = {"index": index, "local_steps": local_steps}
-        return NodeState(join_row(x, 0, flat), flat.names, flat.shapes, arrays, counts)
+        x = [parts[0] for parts in message]
+        if self.part is None:
+            return NodeState(join_row(x, 0, flat), flat.names, flat.shapes, arrays, counts)
+        pieces = {}
+        for name, parts in engine.parts().items():
+            if is_per_row(parts[0], flat):
+                arrays[name] = parts[0][0].cpu().numpy().copy()
+            else:
+                pieces[name] = self._own(parts)
+        rank = self.part.rank
+        return NodeState(self._own(x), flat.names, flat.shapes, arrays, counts, rank, pieces)
+
+    def _own(self, parts: Sequence[torch.Tensor]) -> np.ndarray:
+        """Return the elements of the local slots, without padding, in the order of a file.
+
+        :param parts: for each local slot, an array (1, P/L) like its shard of x
+        """
+        flat: Any = self.engine.vector.flat
+        slots = self.engine.group.local_slots
+        views = [
+            view for slot, p in zip(slots, parts, strict=True) for view in flat.inside(p[0], slot)
+        ]
+        return torch.cat(views).cpu().numpy()
+
+    def _put(self, values: np.ndarray, parts: Sequence[torch.Tensor]) -> None:
+        """Copy a model's array, or the part of this rank, to the shards of the local slots.
+
+        :param values: elements in the order of a file, without padding, or one value per row
+        :param parts: for each local shard, the array (1, P/L) to which the values are copied
+        """
+        flat: Any = self.engine.vector.flat
+        if self.part is None or is_per_row(parts[0], flat):
+            scatter_row(values, parts, 0, flat, local_shards(self.engine.group))
+            return
+        rest = torch.from_numpy(np.array(values))
+        for slot, part in zip(self.engine.group.local_slots, parts, strict=True):
+            part.zero_()
+            for view in flat.inside(part[0], slot):
+                view.copy_(rest[: len(view)])
+                rest = rest[len(view) :]
 
     def send(self, message: MessageArrays) -> int:
         """Publish the model in a message, with its state; return its size in bytes."""
@@ -221,15 +289,13 @@ class Member:
         state = self.exchange.receive()
         if state is None:
             return False
-        flat = self.engine.vector.flat
-        local = local_shards(self.engine.group)
-        scatter_row(state.parameters, [parts[0] for parts in into], 0, flat, local)
+        self._put(state.parameters, [parts[0] for parts in into])
         return True
 
 
 def steps_of_round(assembly: Assembly) -> int:
     """Return the number H of steps in a chunk, after which a member may exchange."""
-    cadence = assembly.engine.cadence
+    cadence = assembly.parts.cadence
     index = 0
     while cadence.kind(cadence.init(), index) is ExchangeKind.LOCAL:
         index += 1
@@ -239,8 +305,7 @@ def steps_of_round(assembly: Assembly) -> int:
 def average(states: Sequence[NodeState]) -> NodeState:
     """Return the mean of models, summed in their order.
 
-    Arrays that are not floating-point numbers are taken from the first model. Arrays that some
-    model lacks are left out.
+    Arrays of integers are taken from the first model. Arrays that some model lacks are left out.
 
     :param states: models with equal parameter layouts, at least one
     """
@@ -257,5 +322,6 @@ def average(states: Sequence[NodeState]) -> NodeState:
     return replace(
         first,
         parameters=mean([state.parameters for state in states]),
+        pieces={name: mean([state.pieces[name] for state in states]) for name in first.pieces},
         arrays={name: mean([state.arrays[name] for state in states]) for name in names},
     )

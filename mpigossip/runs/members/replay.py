@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,33 +14,52 @@ from mpigossip.config import Job, JobError
 from mpigossip.config.readable import pluralize, print_note
 from mpigossip.members.live import correct_for_age, digest, read_model, rounds_late
 from mpigossip.members.pace import peer_weight
+from mpigossip.members.parts import parts_of
 from mpigossip.members.place import KEEP, Place, record_name
 from mpigossip.members.records import Closed, End, RecordStore, Round, Start, Version
-from mpigossip.runs.members.join import JOB, about, job_there, none_there, plan_of
+from mpigossip.runs.members.join import JOB, LOOP, about, job_there, none_there, plan_of
 from mpigossip.runs.members.member import Member
+from mpigossip.runs.members.ranks import for_ranks
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.training.assemble import assemble
 
-BITS = ("mpigossip", "torch", "processor", "machine", "threads")
-"""Keys of those facts in the first record of a place on which the bits of a model may depend."""
+BITS = ("mpigossip", "torch", "processor", "machine", "threads", "ranks")
+"""Keys of the facts in `Start.about` on which the bits of a model may depend."""
+FORK = "fork.json"
+"""Name of the file with the arguments of a fork, in its folder."""
 PROGRESS_ROUNDS = 100
-"""Smallest number of rounds with which the progress is reported, after each tenth of them."""
+"""Smallest number of rounds for which a replay reports its progress, after each tenth of them."""
 
 
 class ReplayMismatch(Exception):
-    """The model of a repeated round has another digest than the record of the round contains."""
+    """Error if the model of a repeated round does not have the digest that its record contains."""
+
+
+def matches(version: Round, state: NodeState, slots: int) -> bool:
+    """Return whether a model has the digests that the record of its round contains.
+
+    :param version: record of the round
+    :param state: the whole model
+    :param slots: number of slots of the member that trained the round
+    """
+    parts = parts_of(state, version.shards, slots) if version.shards else [state]
+    return [digest(part) for part in parts] == [shard.digest for shard in version.files]
 
 
 class ReplayLog:
-    """All chains in a folder, and the models that a replay still needs."""
+    """Records of all places of a training, and the models that a replay still needs."""
 
-    def __init__(self, place: Place):
-        """Read all chains.
+    def __init__(self, place: Place, slots: int = 1, ranks: int = 1):
+        """Read all records.
 
         :param place: `Place` that reads the folder without joining
+        :param slots: number of slots of each member
+        :param ranks: number of ranks of this program, for messages
         """
         self.place = place
+        self.slots = slots
+        self._ranks = ranks
         self.stored = 0
         """Number of models that were read from the folder."""
         self.starts: dict[int, Start] = {}
@@ -47,7 +67,7 @@ class ReplayLog:
         self.rounds: dict[Version, Round | None] = {}
         """All rounds; None: the record is unusable."""
         self.models: dict[Version, NodeState] = {}
-        """Models on which rounds depend that have not been repeated yet."""
+        """Models that are inputs of rounds which have not been repeated yet."""
         for number in place.numbers("places"):
             for index in range(place.refresh(number).next):
                 # Records before the last one may be missing, so don't treat them as listed.
@@ -118,8 +138,8 @@ class ReplayLog:
         """Return the versions of the models on which a round depends.
 
         The first round of a place depends on the models with which the place started. Any other
-        round depends on the model of the previous round and, if there was a peer, on the peer's
-        model and on the place's own model of the same age.
+        round depends on the place's model of its previous round. If it averaged with a peer, it
+        also depends on the peer's model, and on the place's own model of the age of that model.
         """
         if version.round == 1:
             if version.place not in self.starts:
@@ -136,9 +156,10 @@ class ReplayLog:
     def choose(self, wanted: Iterable[Version]) -> list[Version]:
         """Return the rounds to repeat, in an order in which each follows its dependencies.
 
-        These are the wanted rounds, and the rounds on which they depend, unless the models of the
-        latter are still stored. Stored models are read.
+        They are the wanted rounds, and the rounds on which they depend. If the model of a round
+        that is not wanted is still stored, it is read instead of repeated.
 
+        :param wanted: rounds whose models the replay compares with their records
         :raises StoreError: if a record that is needed is missing or unusable
         """
         repeated = set[Version]()
@@ -162,7 +183,7 @@ class ReplayLog:
         return sorted(repeated, key=lambda version: (self.round(version).age, version))
 
     def repeating(self, wanted: Iterable[Version]) -> Iterator[Version]:
-        """Iterate over the rounds to repeat, in the order of :meth:`choose`; print the progress."""
+        """Iterate over the rounds to repeat, in the order of :meth:`choose`; report progress."""
         order = self.order = self.choose(wanted := set(wanted))
         more = len(order) - len(wanted)
         tell = self.place.report
@@ -176,14 +197,17 @@ class ReplayLog:
     def take_inputs(self, version: Version) -> tuple[list[NodeState], NodeState | None, int]:
         """Return the inputs of a round, and release models that no later round needs.
 
-        :return: the own previous model, or for a first round the models that the member started
-            with; the peer's model, corrected for its age, or None; and the progress before the
-            round, in chunks
+        :return: the place's model of the previous round, or for a first round the models that it
+            started with; the peer's model, corrected for its age, or None if there was no peer; and
+            the progress before the round, in chunks
         :raises StoreError: if the round depends on a later one
         """
         inputs = self.inputs(version)
         if missing := [dependency for dependency in inputs if dependency not in self.models]:
-            raise StoreError(f"{record_name(*version)} depends on {missing[0]}, which is later")
+            raise StoreError(
+                f"{record_name(*version)} depends on {record_name(*missing[0])}, which is later: "
+                "one of these two records is wrong; replace it by an intact copy of the file"
+            )
         models = [self.models[dependency] for dependency in inputs]
         for dependency in inputs:
             self.uses[dependency] -= 1
@@ -207,8 +231,10 @@ class ReplayLog:
         """
         record = self.round(version)
         exchange.chunks = record.chunks
-        before = [self.rounds.get(Version(version.place, r)) for r in range(1, version.round)]
-        exchange.chunks_before = sum(earlier.chunks if earlier else 1 for earlier in before)
+        exchange.chunks_before = version.round - 1
+        if self.place.plan.longest > 1:
+            before = [self.round(Version(version.place, r)) for r in range(1, version.round)]
+            exchange.chunks_before = sum(earlier.chunks for earlier in before)
         if record.peer and version.round > 1:
             own = self.round(Version(version.place, version.round - 1)).chunks
             exchange.peer_weight = peer_weight(own, self.round(record.peer[0]).chunks)
@@ -216,9 +242,11 @@ class ReplayLog:
     def check(self, version: Version, state: NodeState) -> None:
         """Compare a repeated model with its record, and keep the model if later rounds need it.
 
-        :raises ReplayMismatch: if its digest is not the one in the record
+        :param version: the round
+        :param state: the model after the round
+        :raises ReplayMismatch: if the digest of the model differs from the record
         """
-        if digest(state) != self.round(version).digest:
+        if not matches(self.round(version), state, self.slots):
             raise ReplayMismatch(
                 f"round {version.round} of place {version.place} gives another model than "
                 f"its record {record_name(*version)} contains{self._unlike(version.place)}"
@@ -227,20 +255,24 @@ class ReplayLog:
             self.models[version] = state
 
     def _unlike(self, place: int) -> str:
-        """Return a clause with the facts in which this process differs from that of a place.
+        """Describe how this process differs from the process that trained a place.
 
-        Such facts, for example the version of torch, may explain another digest. Return "" if there
-        are none.
+        Differences, for example in the version of torch, may explain another digest. Return a
+        clause for an error message, or "" if there are none.
         """
         start = self.starts.get(place)
-        facts = about((), (), [])
-        was = start.about if start else {}
+        facts = about((), (), []) | {"ranks": str(self._ranks)}
+        was = {"ranks": "1"} | start.about if start else {}
         unlike = [
             f"{key} {was[key]}, here {facts[key]}"
             for key in BITS
             if key in was and was[key] != facts[key]
         ]
-        return f"; it was made with {', '.join(unlike)}" if unlike else ""
+        return (
+            f"; the record was made with {', '.join(unlike)}: use the same environment as then"
+            if unlike
+            else ""
+        )
 
     def summary(self) -> str:
         """Return a summary of the rounds that were repeated."""
@@ -270,13 +302,15 @@ class ReplayExchange:
     peer_weight = 0.5
     """Weight of the peer's model, see `pace.peer_weight`."""
 
-    def __init__(self, peer: NodeState | None, chunk: int, progress: int):
+    def __init__(self, peer: NodeState | None, chunk: int, progress: int, place: int):
         """Prepare the inputs of the round.
 
         :param peer: the peer's model, corrected for its age; None: no peer
         :param chunk: first chunk that the round trains
         :param progress: progress before the round, in chunks
+        :param place: number of the place whose round it is
         """
+        self.place = place
         self._peer = peer
         self._next = (chunk, progress)
 
@@ -301,22 +335,101 @@ class ReplayExchange:
 def repeat(script: ReplayLog, wanted: Iterable[Version], member: Any) -> str:
     """Repeat rounds, and the rounds on which they depend; return a summary.
 
-    :param script: chains of the training
+    :param script: records of the training
     :param wanted: rounds to repeat
     :param member: `Member` that trains them
     :raises ReplayMismatch: if a model differs from its record
     """
     for version in script.repeating(wanted):
-        models, peer, progress = script.take_inputs(version)
-        exchange = ReplayExchange(peer, script.round(version).chunk, progress)
-        script.describe(version, exchange)
-        if version.round == 1:
-            member.begin(models)
-        else:
-            member.resume(models[0], version.round - 1, exchange)
-        member.train(exchange)
-        script.check(version, exchange.sent)
+        script.check(version, repeat_round(script, version, member))
     return script.summary()
+
+
+def repeat_round(script: ReplayLog, version: Version, member: Any) -> NodeState:
+    """Repeat one round whose inputs are known; return the model after it.
+
+    :param script: records of the training
+    :param version: the round
+    :param member: `Member` that trains it
+    """
+    models, peer, progress = script.take_inputs(version)
+    exchange = ReplayExchange(peer, script.round(version).chunk, progress, version.place)
+    script.describe(version, exchange)
+    if version.round == 1:
+        member.begin(models)
+    else:
+        member.resume(models[0], version.round - 1, exchange)
+    member.train(exchange)
+    return exchange.sent
+
+
+def audit(script: ReplayLog, fraction: float, member: Any, chance: random.Random) -> str:
+    """Repeat a random sample of the rounds, each from its stored inputs; return a summary.
+
+    The audit detects a wrong record only if its own round is drawn, because later rounds are
+    repeated from the wrong model. If one of n rounds is wrong and m are drawn, the probability of
+    detection is m/n.
+
+    :param script: records of the training
+    :param fraction: fraction of the rounds that are repeated, greater than 0 and at most 1; at
+        least one round is repeated
+    :param member: `Member` that trains them
+    :param chance: generator that draws the rounds
+    :raises ReplayMismatch: if a model differs from its record; if several do, the message names the
+        oldest one
+    :raises JobError: if the training did not keep all models, or has no rounds
+    :raises StoreError: if the model of an input is missing or damaged
+    """
+    root = script.place.disk.root
+    if script.place.plan.keep_every != 1:
+        raise JobError(
+            f"members.keep_every = {script.place.plan.keep_every}: an audit repeats rounds from "
+            f'stored models, but the members of "{root}" removed most of them; begin a training '
+            "with members.keep_every = 1, or repeat this one by `mpigossip replay` without --audit"
+        )
+    rounds = [version for version, record in script.rounds.items() if record is not None]
+    if not rounds:
+        raise JobError(f'"{root}" has no rounds yet: audit it after members have trained')
+    drawn = chance.sample(sorted(rounds), max(1, round(fraction * len(rounds))))
+    drawn.sort(key=lambda version: (script.round(version).age, version))
+    for version in drawn:
+        script.models.clear()
+        order = script.choose([version])
+        if len(order) > 1:
+            raise StoreError(
+                f"{root}/models: the model of {record_name(*order[0])}, an input of "
+                f"{record_name(*version)}, is missing or damaged; copy it back, or repeat the "
+                "training by `mpigossip replay` without --audit"
+            )
+        script.check(version, repeat_round(script, version, member))
+    return (
+        f"{len(drawn)} of {pluralize(len(rounds), 'round')} drawn and repeated from stored models: "
+        "every digest is equal"
+    )
+
+
+def training_in(disk: RecordStore, job: Job | None) -> Job:
+    """Return the job of the training in a folder, to repeat it.
+
+    :param disk: the folder
+    :param job: your own copy of the job; None: code that the job in the folder names is not
+        imported
+    :raises JobError: if the folder holds no training of a job, another job, or a fork
+    """
+    if disk.exists(FORK):
+        raise JobError(
+            f'"{disk.root}" is a fork: repeat it by the same `mpigossip replay --fork` with another'
+            f" folder after --to, which gives the same digest (its arguments are in {FORK})"
+        )
+    if disk.exists(LOOP):
+        raise JobError(
+            f'"{disk.root}" holds the training of a program (see {LOOP}), and `mpigossip replay`, '
+            "its forks, blame and audits cover jobs only: start that program with "
+            "mpigossip.join(…, replay=True), which repeats the training without a change"
+        )
+    if not disk.exists(JOB):
+        raise JobError(none_there(disk))
+    return job_there(disk, job, command="replay")
 
 
 def wanted_of(
@@ -326,11 +439,11 @@ def wanted_of(
 
     If all rounds are requested, none may be missing: see :meth:`ReplayLog.check_complete`.
 
-    :param script: chains of the training
+    :param script: records of the training
     :param place: number of a place; None: all places
     :param rounds: first and last round; None: all rounds
     :raises JobError: if there are no such rounds
-    :raises StoreError: if all rounds are requested, and the chains are incomplete
+    :raises StoreError: if all rounds are requested, and records are missing
     """
     low, high = rounds or (1, 1 << 60)
     versions = [
@@ -358,6 +471,7 @@ def replay(
     place: int | None = None,
     rounds: tuple[int, int] | None = None,
     job: Job | None = None,
+    audit_fraction: float | None = None,
 ) -> str:
     """Repeat a training from its records and compare the models; return a summary.
 
@@ -369,17 +483,21 @@ def replay(
     :param rounds: first and last round to repeat; None: all rounds
     :param job: your own copy of the job; None: code that the job in the folder names is not
         imported
+    :param audit_fraction: fraction of the rounds to draw and repeat, see :func:`audit`; None:
+        rounds are not drawn, but chosen by ``place`` and ``rounds``
     :raises ReplayMismatch: if a model differs from its record
     :raises StoreError: if a record or model that is needed is missing or unusable
     :raises JobError: if there is no training in the folder, no such round, or another job
     """
     disk = RecordStore(folder, shared=True)
-    if not disk.exists(JOB):
-        raise JobError(none_there(disk))
     with SingleProcess() as world:
-        assembly = assemble(job_there(disk, job, command="replay"), world, 1)
+        assembly = assemble(for_ranks(training_in(disk, job), world), world, 1)
         try:
-            script = ReplayLog(Place(disk, plan_of(assembly), report=print_note))
+            reader = Place(disk, plan_of(assembly), report=print_note)
+            script = ReplayLog(reader, assembly.engine.group.slots)
+            if audit_fraction is not None:
+                # The members that are audited must not be able to predict the draw.
+                return audit(script, audit_fraction, Member(assembly), random.SystemRandom())
             return repeat(script, wanted_of(script, place, rounds), Member(assembly))
         finally:
             assembly.close()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from mpigossip.mixing.base import MessageLayout
-from mpigossip.mixing.compressors import wire
+from mpigossip.mixing.lossy_wires import wire
 from tests.cases import with_world
 from tests.mixing.rounds import count_differences, graphs_for, kinds_of
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mpigossip.mixing.base import MessageLayout
-from mpigossip.mixing.compressors import wire
 from mpigossip.mixing.device import memory
 from mpigossip.mixing.device.streams import Streams
+from mpigossip.mixing.lossy_wires import wire
 from tests.cases import on_each, some, with_world
 from tests.mixing.device.rounds import WIDTHS, compare
 from tests.mixing.rounds import GRAPHS

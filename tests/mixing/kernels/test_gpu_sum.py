@@ -52,7 +52,7 @@ def on_the_cpu(monkeypatch, tmp_path):
 )
 @pytest.mark.parametrize("coded", [(), (1, 2)])
 def test_the_kernel_has_the_bits_of_the_sum(on_the_cpu, weights, coded):
-    """Also in place; 333 columns are no multiple of four, and values are denormal to large."""
+    """The sum may be written in place; 333 is not a multiple of four; some values are denormal."""
     sizes = 10.0 ** torch.randint(-44, 30, (3, 333))
     arrays = [torch.randn(3, 333) * sizes for _ in weights]
     messages = [array.to(CODE) if k in coded else array for k, array in enumerate(arrays)]

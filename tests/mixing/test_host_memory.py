@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mpigossip.mixing.base import MessageLayout
-from mpigossip.mixing.compressors import wire
-from mpigossip.mixing.host import host_buffers
+from mpigossip.mixing.host_memory import host_buffers
+from mpigossip.mixing.lossy_wires import wire
 from mpigossip.mixing.plan import chunks
 
 

@@ -27,7 +27,7 @@ def bf16() -> Wire:
     def decode(codes, out: torch.Tensor) -> None:
         out.copy_(codes[0].view(torch.bfloat16))
 
-    return Wire("bf16", (2 * BUCKET,), encode, decode)
+    return Wire("bf16", (2 * BUCKET,), encode, decode, cast=torch.bfloat16)
 
 
 def qsgd(levels: int, seed: int) -> Wire:

@@ -179,11 +179,20 @@ def raw(memory: torch.Tensor) -> MPI.buffer:
     return MPI.buffer.fromaddress(memory.data_ptr(), memory.numel() * memory.element_size())
 
 
-def swap_by_messages(comm: MPI.Comm, timeout_s: float, out: ByRank, into: ByRank) -> float:
-    """Send arrays to other ranks and receive theirs by MPI messages; return the seconds waited."""
+def swap_by_messages(
+    comm: MPI.Comm, timeout_s: float, out: ByRank, into: ByRank, what: str = "global average"
+) -> float:
+    """Send arrays to other ranks and receive theirs by MPI messages; return the seconds waited.
+
+    :param comm: communicator of the ranks
+    :param timeout_s: time limit of each wait, in seconds
+    :param out: arrays to send
+    :param into: arrays to receive into
+    :param what: description of the exchange, which begins error messages
+    """
 
     def late(key: tuple[int, int, int]) -> str:
-        return f"global average: {called(comm, key[0])} doesn't answer"
+        return f"{what}: {called(comm, key[0])} doesn't answer"
 
     def begin(call: Callable, memory: torch.Tensor, rank: int) -> MPI.Request:
         with device_context(memory.device):
@@ -219,13 +228,16 @@ class RankMixer(Mixer):
             message with scalars are not a multiple of 8 bytes
         """
         if graph.n != world.size:
-            raise ValueError(f"a graph of {graph.n} nodes can't run on {world.size} ranks")
+            raise ValueError(
+                f"a graph of {graph.n} nodes can't run on {world.size} ranks: build it for "
+                "world.size nodes"
+            )
         odd = [w for w in layout.widths if layout.dtype.itemsize * layout.vectors * w % 8]
         if layout.scalars and odd:
             raise ValueError(
-                f"{layout.vectors} vectors of {odd[0]} elements of {layout.dtype} are not a "
-                "multiple of 8 bytes, as the float64 scalars after them require: pad the vectors "
-                "to an even width"
+                f"{layout.vectors} vectors of {odd[0]} elements of {layout.dtype} do not have a "
+                "multiple of 8 bytes, which the float64 scalars after them require: pad the "
+                "vectors to an even width"
             )
         super().__init__(graph, layout, range(world.rank, world.rank + 1))
         self.rank = world.rank

@@ -1,4 +1,4 @@
-"""Check for tensors of a model that share memory although they aren't the same Parameter."""
+"""Check that no trained parameter of a model shares memory with another parameter or buffer."""
 
 from collections.abc import Iterable
 
@@ -11,13 +11,15 @@ from mpigossip.config import JobError
 def check_separate(model: nn.Module) -> None:
     """Raise JobError if a trained parameter shares memory with another parameter or a buffer.
 
-    Each trained parameter gets memory of its own in the vector that nodes average, which would
-    separate the two without notice. Weights that are tied by one Parameter are one tensor.
+    Each trained parameter is moved to its own range of the flat parameters. From then on, two
+    tensors that shared memory would have different values, without an error message. Weights that
+    are tied by the same Parameter object are one tensor, and are accepted.
     """
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     tensors = [(f"parameter {name}", p) for name, p in model.named_parameters()]
     tensors += [(f"buffer {name}", b) for name, b in model.named_buffers()]
-    # tensors that begin before the next one and may overlap with it
+    # Tensors are visited in the order of their addresses. These begin before the present tensor
+    # and end after its first byte, so that they may overlap with it.
     candidates: list[tuple[str, torch.Tensor]] = []
     for name, tensor in sorted(_in_memory(tensors), key=lambda pair: _address(pair[1])):
         device, begin = _address(tensor)
@@ -29,7 +31,7 @@ def check_separate(model: nn.Module) -> None:
         for other, before in candidates:
             is_trained = id(tensor) in trained or id(before) in trained
             if is_trained and _overlap(before, tensor):
-                raise JobError(shared(other, name))
+                raise JobError(overlap_message(other, name))
         candidates.append((name, tensor))
 
 
@@ -38,7 +40,11 @@ def _address(tensor: torch.Tensor) -> tuple[str, int]:
 
 
 def _in_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors that have an address: plain, with elements, not on the meta device."""
+    """Return the tensors that have an address.
+
+    Subclasses such as DTensor, sparse tensors, tensors on the meta device and empty tensors have
+    none.
+    """
     return [
         (name, tensor)
         for name, tensor in tensors
@@ -69,17 +75,18 @@ def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
 def _bytes_of(tensor: torch.Tensor, memory: torch.Tensor, offset: int) -> torch.Tensor:
     """Return the view of ``memory``, one element for each byte, that a tensor occupies."""
     itemsize = tensor.dtype.itemsize
-    # a dimension with stride 0, as made by expand(), repeats the same bytes
+    # A dimension with stride 0, as made by expand(), repeats the same bytes.
     pairs = [(n, itemsize * s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if s]
     sizes = [n for n, _ in pairs]
     strides = [stride for _, stride in pairs]
     return memory.as_strided((*sizes, itemsize), (*strides, 1), offset)
 
 
-def shared(first: str, second: str) -> str:
+def overlap_message(first: str, second: str) -> str:
     """Return the error message about two tensors that share memory."""
     return (
-        f"{first} and {second} share memory but are not the same Parameter: nodes average each "
-        "parameter in memory of its own, so they would be separated; tie them by one Parameter "
-        "(model.b.weight = model.a.weight, without .data), or give one of them a copy (.clone())"
+        f"{first} and {second} share memory but are not the same Parameter: mpigossip moves each "
+        "parameter to separate memory, so that their values would differ after the first step; tie "
+        "them by the same Parameter (model.b.weight = model.a.weight, without .data), or give one "
+        "of them a copy (.clone())"
     )

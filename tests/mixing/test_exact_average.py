@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from mpigossip.mixing.averages import average
 from mpigossip.mixing.combine import weighted_sum
+from mpigossip.mixing.exact_average import average
 
 
 class Swaps:

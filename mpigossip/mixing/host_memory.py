@@ -12,9 +12,9 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.collectives import close_window, open_shared, round_up_to_pages
-from mpigossip.mixing.averages import average_codes, average_message
 from mpigossip.mixing.base import MessageArrays, MessageLayout
 from mpigossip.mixing.combine import Source, sum_messages, weighted_sum
+from mpigossip.mixing.exact_average import average_codes, average_message
 from mpigossip.mixing.notifications import DONE, HALF, READY, REDUCED, Notifications
 from mpigossip.mixing.plan import MessageChunk
 from mpigossip.mixing.transports import Transport

@@ -1,0 +1,244 @@
+"""Tables on AdamW and Muon with several exchanges, on QSR, and on outer steps on one node.
+
+python jobs/claims/verdicts.py --write    # puts the tables into RESULTS.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from designs import (
+    EXCHANGES,
+    LARGER_GPT,
+    OUTER_PERIODS,
+    SEEDS,
+    SMALL_GPT,
+    STUDIES,
+    WITHIN,
+    Cell,
+    best_rate,
+    few_vectors,
+    optimized,
+    searched_rates,
+    tried,
+)
+from judging import PAIRS, Verdict, format_interval, holm, judge, of_values
+from stored import Line, finals
+
+from mpigossip.studies.search import FURTHER
+
+NAMES = ("optimizers", "qsr", "outer", "finalists")
+"""Studies of these tables, in the order in which they are run."""
+CLOSE = 2.0
+"""Largest percentage above all-reduce at which a method of few vectors counts as close."""
+
+BySeed = dict[int, float]
+"""One value for each seed."""
+
+
+class Claim(NamedTuple):
+    """Claim with the values that decide it, and with the methods whose runs it needs."""
+
+    text: str
+    values: BySeed
+    needs: list[tuple[Cell, str]]
+    alike: float | None = None
+    """Largest absolute value that confirms the claim; None: values above 0 confirm it."""
+
+
+def cell_of(study: str, nodes: int, model: str, method: str) -> Cell:
+    """Return the cell of a study that contains a method."""
+    return next(
+        cell
+        for cell in STUDIES[study]()
+        if (cell.nodes, cell.labels["model"]) == (nodes, model) and method in cell.methods
+    )
+
+
+def results(runs: Sequence[Line], cell: Cell, method: str) -> BySeed:
+    """Return the metric of a method's reported runs by seed, without runs that have diverged."""
+    by_seed = finals(runs, cell, method, "best")
+    return {s: r["figures"][cell.metric] for s, r in sorted(by_seed.items()) if r["figures"]}
+
+
+def excess(values: BySeed, base: BySeed) -> BySeed:
+    """Return the percentages by which values exceed those of ``base`` with the same seed."""
+    return {s: 100 * (values[s] / base[s] - 1) for s in values if s in base}
+
+
+def combined(a: float, x: BySeed, b: float, y: BySeed) -> BySeed:
+    """Return a x + b y for the seeds that both have."""
+    return {s: a * x[s] + b * y[s] for s in x if s in y}
+
+
+def exchange_claims(runs: Sequence[Line], study: str, model: str) -> list[Claim]:
+    """Return the claims on AdamW and Muon with one model.
+
+    :param runs: all stored runs
+    :param study: study of the model, "optimizers" or "finalists"
+    :param model: label of the model
+    """
+
+    def needs(*methods: str) -> list[tuple[Cell, str]]:
+        return [(cell_of(study, 8, model, method), method) for method in methods]
+
+    def gap(optimizer: str, exchange: str) -> BySeed:
+        own, base = (
+            results(runs, *needs(optimized(optimizer, name))[0])
+            for name in (exchange, "all-reduce")
+        )
+        return excess(own, base)
+
+    few = few_vectors(runs)
+    method = few and optimized("Muon", few)
+    all_reduce = {name: optimized(name, "all-reduce") for name in ("AdamW", "Muon")}
+    one_peer = {name: optimized(name, "one-peer") for name in ("AdamW", "Muon")}
+    exact = {name: optimized(name, "exact averages") for name in ("AdamW", "Muon")}
+    ahead = [results(runs, *needs(m)[0]) for m in (all_reduce["AdamW"], one_peer["Muon"])]
+    claims = [
+        Claim(
+            f"{model}, Muon: exact averages within {WITHIN:g} % of all-reduce",
+            gap("Muon", "exact averages"),
+            needs(all_reduce["Muon"], exact["Muon"]),
+            WITHIN,
+        ),
+        Claim(
+            f"{model}: one-peer's gap with Muon at most two thirds of that with AdamW",
+            combined(2 / 3, gap("AdamW", "one-peer"), -1, gap("Muon", "one-peer")),
+            needs(*all_reduce.values(), *one_peer.values()),
+        ),
+        Claim(
+            f"{model}: Muon with one-peer ahead of AdamW with all-reduce",
+            excess(*ahead),
+            needs(all_reduce["AdamW"], one_peer["Muon"]),
+        ),
+        Claim(
+            f"{model}, Muon: {few or 'a method of few vectors'} within {CLOSE:g} % of all-reduce",
+            {s: CLOSE - v for s, v in gap("Muon", few).items()} if few else {},
+            needs(all_reduce["Muon"], *([method] if method else [])),
+        ),
+    ]
+    if study == "optimizers":
+        half = combined(1 / 2, gap("AdamW", "one-peer"), -1, gap("AdamW", "exact averages"))
+        methods = (all_reduce["AdamW"], one_peer["AdamW"], exact["AdamW"])
+        title = f"{model}, AdamW: exact averages close at least half of one-peer's gap"
+        claims.append(Claim(title, half, needs(*methods)))
+    return claims
+
+
+def other_claims(runs: Sequence[Line]) -> list[Claim]:
+    """Return the claims on QSR and on outer steps; a positive value speaks for the first method."""
+    claims = []
+    for cell in STUDIES["qsr"]():
+        qsr, constant = (results(runs, cell, method) for method in ("QSR", "constant"))
+        title = f"{cell.labels['model']}: QSR ahead of equally many exchanges at equal distances"
+        if cell.metric == "loss":
+            ahead = excess(constant, qsr)
+        else:
+            ahead = combined(100, qsr, -100, constant)
+        claims.append(Claim(title, ahead, [(cell, method) for method in cell.methods]))
+    for period in OUTER_PERIODS:
+        method = f"H = {period}"
+        both = [(cell_of("outer", nodes, SMALL_GPT, method), method) for nodes in (8, 1)]
+        diloco, snoo = (results(runs, *one) for one in both)
+        title = f"{SMALL_GPT}, {method}: DiLoCo on 8 nodes ahead of outer steps on one (SNOO)"
+        claims.append(Claim(title, excess(snoo, diloco), both))
+    return claims
+
+
+def claims(runs: Sequence[Line]) -> list[Claim]:
+    """Return all claims of these studies, also those whose runs are missing."""
+    small = exchange_claims(runs, "optimizers", SMALL_GPT)
+    return [*small, *other_claims(runs), *exchange_claims(runs, "finalists", LARGER_GPT)]
+
+
+def verdicts(rows: Sequence[Claim]) -> list[Verdict]:
+    """Judge the claims. Those without runs count in Holm's procedure, too, as they were planned."""
+    return holm([judge(c.text, [of_values([*c.values.values()])], alike=c.alike) for c in rows])
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def stored_of(runs: Sequence[Line], cell: Cell, method: str) -> list[Line]:
+    """Return the runs of a method of a cell, of the search and reported ones."""
+    names = "study", "nodes", "cell", "method"
+    key = cell.study, cell.nodes, cell.labels, method
+    return [run for run in runs if tuple(run[name] for name in names) == key]
+
+
+def begun(runs: Sequence[Line], claim: Claim) -> str:
+    """Return how many of the runs of an unfinished claim are stored."""
+    wanted = sum(len(searched_rates(*need, runs)) + len(SEEDS) for need in claim.needs)
+    count = sum(len(stored_of(runs, *need)) for need in claim.needs)
+    return f"begun: {count} of {wanted} runs" if count else f"not run: {wanted} runs"
+
+
+def claim_lines(runs: Sequence[Line]) -> list[str]:
+    """Return the table of claims in Markdown."""
+    lines = ["| claim | holds if | difference | verdict |", "|---|---|---|---|"]
+    rows = claims(runs)
+    for claim, verdict in zip(rows, verdicts(rows), strict=True):
+        bar = "above 0" if claim.alike is None else f"within ± {claim.alike:g}"
+        values = [*claim.values.values()]
+        shown, words = "", begun(runs, claim)
+        if len(values) >= PAIRS:
+            shown, words = format_interval(of_values(values)), verdict.words
+        lines.append(f"| {claim.text} | {bar} | {shown} | {words} |")
+    return lines
+
+
+def searched_text(runs: Sequence[Line], cell: Cell, method: str) -> str:
+    """Return the losses or accuracies of a method's search as text, with its learning rates."""
+    trials = sorted(tried(cell, method, runs).items())
+    values = [
+        f"{lr:g}: {line['figures'][cell.metric]:.4f}" if line["figures"] else f"{lr:g}: diverged"
+        for lr, line in trials
+    ]
+    rates = [lr for lr, _ in trials]
+    text = ", ".join(values)
+    if len(rates) == len(cell.rates) + FURTHER:
+        best = best_rate([line for _, line in trials], cell.metric)
+        text += " (the best is at an end)" * (best in (rates[0], rates[-1]))
+    return text
+
+
+def method_lines(runs: Sequence[Line]) -> list[str]:
+    """Return the table of all methods with stored runs, in Markdown."""
+    lines = [
+        "| method | vectors per step | search, one seed | seeds | loss or accuracy "
+        "| above all-reduce, % |",
+        "|---|---|---|---|---|---|",
+    ]
+    for cell in [cell for name in NAMES for cell in STUDIES[name]()]:
+        for method in cell.methods:
+            if not stored_of(runs, cell, method):
+                continue
+            by_seed = results(runs, cell, method)
+            optimizer, _, exchange = method.partition(", ")
+            sent = f"{EXCHANGES[exchange][0]:.3g}" if exchange in EXCHANGES else ""
+            mean = above = ""
+            if by_seed:
+                mean = f"{np.mean([*by_seed.values()]):.4f}"
+            if len(by_seed) == len(SEEDS) and exchange in EXCHANGES:
+                base = optimized(optimizer, "all-reduce")
+                base_cell = cell_of(cell.study, cell.nodes, cell.labels["model"], base)
+                values = [*excess(by_seed, results(runs, base_cell, base)).values()]
+                if exchange != "all-reduce" and len(values) == len(SEEDS):
+                    above = format_interval(of_values(values))
+            name = f"{cell.labels['model']}, n = {cell.nodes}, {method}"
+            search = searched_text(runs, cell, method)
+            count = f"{len(by_seed)} of {len(SEEDS)}"
+            lines.append(f"| {name} | {sent} | {search} | {count} | {mean} | {above} |")
+    return lines
+
+
+def page(runs: Sequence[Line]) -> str:
+    """Return the tables of claims and methods, in Markdown."""
+    count = sum(run["study"] in NAMES for run in runs)
+    lines = [*claim_lines(runs), ""]
+    if count:
+        lines += [*method_lines(runs), ""]
+    return "\n".join([*lines, f"Runs stored: {count}."]) + "\n"

@@ -1,0 +1,1 @@
+"""Averages and windows of arrays that a program owns, without an optimizer."""

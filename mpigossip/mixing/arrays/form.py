@@ -1,0 +1,194 @@
+"""Arrays of NumPy and torch that a program exchanges: their types, checks and weighted sums."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpigossip.cluster.world import World
+from mpigossip.config import JobError
+from mpigossip.mixing.combine import weighted_sum
+
+NAMES = (
+    *("float16", "float32", "float64"),
+    *("int8", "int16", "int32", "int64", "uint8"),
+)
+"""Names of the dtypes that NumPy and torch share and that can be exchanged."""
+TYPES: dict[Any, torch.dtype] = {
+    torch.bfloat16: torch.bfloat16,
+    **{np.dtype(name): getattr(torch, name) for name in NAMES},
+    **{getattr(torch, name): getattr(torch, name) for name in NAMES},
+}
+"""Dtypes of NumPy and torch that can be exchanged, with the torch dtype of the same format."""
+Weights = Mapping[int, float]
+"""Weights of arrays in a sum, by the rank that has sent the array."""
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums are computed: float32 for float16 and bfloat16."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize == 2 else dtype
+
+
+class ArrayForm:
+    """Kind (NumPy or torch), dtype, shape and device of all arrays of an exchange."""
+
+    def __init__(self, like: Any, owner: str):
+        """Store the form of an array.
+
+        :param like: array whose form all others must have
+        :param owner: name of the class that exchanges, for messages
+        :raises JobError: if arrays of this form cannot be exchanged
+        """
+        if (
+            getattr(like, "dtype", None) not in TYPES
+            or not isinstance(like, np.ndarray | torch.Tensor)
+            or not has_values(like)
+        ):
+            raise JobError(
+                f"like is {describe(like)}: must be a dense numpy array or torch tensor of "
+                "float16, bfloat16, float32, float64, uint8 or a signed integer type, in the "
+                "processor's byte order and without a mask; convert it"
+            )
+        self.is_tensor = torch.is_tensor(like)
+        self.numpy_dtype = like.dtype
+        self.dtype = TYPES[like.dtype]
+        self.shape = like.shape
+        self.count = int(np.prod(like.shape))
+        self.device: Any = like.device if self.is_tensor else torch.device("cpu")
+        self._owner = owner
+
+    @property
+    def is_integer(self) -> bool:
+        """True if the arrays hold integers, whose sums are exact."""
+        return not self.dtype.is_floating_point
+
+    def check(self, call: str, *arrays: Any, out: Any = None) -> None:
+        """Check the arguments of a call; None among them is accepted.
+
+        :raises JobError: if an array has another form, or ``out`` cannot be written
+        """
+        for array in (*arrays, out):
+            if array is not None and (
+                torch.is_tensor(array) is not self.is_tensor
+                or getattr(array, "dtype", None) != self.numpy_dtype
+                or array.shape != self.shape
+                or not has_values(array)
+            ):
+                raise JobError(
+                    f"{call}: an array is {describe(array)}; this {self._owner} was made for "
+                    f"{'torch' if self.is_tensor else 'numpy'} arrays of {self.numpy_dtype} and "
+                    f"shape {tuple(self.shape)}"
+                )
+        if out is not None and (
+            torch._debug_has_internal_overlap(out) == 1
+            if self.is_tensor
+            else not out.flags.writeable
+        ):
+            raise JobError(
+                f"{call}: out is read-only or expanded (its elements share memory), so that it "
+                "can't be written; give a copy of it"
+            )
+
+    def flatten(self, array: Any) -> torch.Tensor:
+        """Return the values as a new contiguous tensor (p,) in host memory."""
+        if self.is_tensor:
+            return array.detach().to("cpu", copy=True).reshape(-1).contiguous()
+        return torch.from_numpy(np.array(array, order="C", ndmin=1)).reshape(-1)
+
+    def restore(self, flat: torch.Tensor, out: Any = None) -> Any:
+        """Return the values of a tensor (p,) as an array of this form.
+
+        :param flat: values in host memory
+        :param out: array to write the values into; None: a new one
+        """
+        values = flat.view(self.shape)
+        if self.is_tensor:
+            if out is None:
+                return values.to(self.device, copy=True)
+            out.detach().copy_(values)
+            return out
+        if out is None:
+            return values.numpy().copy()
+        out[...] = values.numpy()
+        return out
+
+
+def check_equal(world: World, arguments: dict[str, Any]) -> None:
+    """Check that all ranks have given the same arguments; collective.
+
+    :param arguments: arguments by name, which can be pickled
+    :raises JobError: on all ranks, if an argument differs from rank 0's
+    """
+    first = world.broadcast(arguments)
+    with world.raise_together(JobError):
+        for name in arguments:
+            if arguments[name] != first[name]:
+                raise JobError(
+                    f"{name} is {arguments[name]} here, but {first[name]} on rank 0: must be "
+                    "equal on all ranks"
+                )
+
+
+def check_weights(call: str, weights: Weights, ranks: Sequence[int], dtype: torch.dtype) -> None:
+    """Check weights that a program has given.
+
+    :param call: name of the call, for messages
+    :param weights: weight of each rank
+    :param ranks: ranks that may have a weight
+    :param dtype: dtype of the arrays
+    :raises JobError: if another rank has a weight, or an integer array has a weight that is no
+        integer
+    """
+    if unknown := sorted(set(weights) - set(ranks)):
+        raise JobError(
+            f"{call}: weights has rank {unknown[0]}, which the graph does not connect to this rank "
+            f"here; give weights for ranks of {sorted(ranks)} only"
+        )
+    for rank, weight in weights.items():
+        if not dtype.is_floating_point and not float(weight).is_integer():
+            raise JobError(
+                f"{call}: the weight of rank {rank} is {weight}, but the arrays hold integers, "
+                "which have no average; give weights that are whole numbers"
+            )
+
+
+def scale(array: torch.Tensor, weight: float) -> torch.Tensor:
+    """Return ``weight · array``, rounded once to the dtype of the array, as a new array (p,)."""
+    return combine([weight], [array])
+
+
+def combine(weights: Sequence[float], arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return ``Σ_k weights[k] · arrays[k]``, a new array (p,).
+
+    Floating-point arrays are summed by :func:`weighted_sum`; float16 and bfloat16 are summed in
+    float32, and the sum is rounded once. Sums of integers are exact, and wrap around where the
+    result does not fit the dtype.
+
+    :param weights: weights, which are whole numbers if the arrays hold integers
+    :param arrays: arrays (p,) of equal dtype
+    """
+    dtype = arrays[0].dtype
+    if not dtype.is_floating_point:
+        total = arrays[0] * int(weights[0])
+        for weight, array in zip(weights[1:], arrays[1:], strict=True):
+            total += array * int(weight)
+        return total
+    rows = [array.to(sum_dtype(dtype)).view(1, -1) for array in arrays]
+    return weighted_sum(list(map(float, weights)), rows, torch.empty_like(rows[0]))[0].to(dtype)
+
+
+def has_values(array: Any) -> bool:
+    """Return whether the array holds all of its values in memory, without a mask."""
+    if torch.is_tensor(array):
+        return array.layout == torch.strided and not array.is_meta
+    return not isinstance(array, np.ma.MaskedArray)
+
+
+def describe(array: Any) -> str:
+    """Return the dtype, shape, type and location of an array, for messages."""
+    if not hasattr(array, "dtype"):
+        return f"a {type(array).__name__}"
+    location = f", {array.layout} on {array.device}" if torch.is_tensor(array) else ""
+    shape = tuple(getattr(array, "shape", ()))
+    return f"{array.dtype} of shape {shape} ({type(array).__name__}{location})"

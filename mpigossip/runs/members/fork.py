@@ -1,0 +1,432 @@
+"""`mpigossip replay --fork` and `--blame`: repeat a training of members with one thing changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpigossip import config
+from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.config import Job, JobError
+from mpigossip.config.readable import aligned, pluralize, print_note
+from mpigossip.members.live import digest
+from mpigossip.members.place import BEHIND, FOLDERS, Place, record_name
+from mpigossip.members.records import End, Record, RecordStore, Version
+from mpigossip.runs.launch import differing
+from mpigossip.runs.members.fork_schedule import (
+    Change,
+    ForkSchedule,
+    recorded_turns,
+    rescaled_turns,
+)
+from mpigossip.runs.members.join import FORMAT, JOB, plan_of, write_checkpoint
+from mpigossip.runs.members.member import Member
+from mpigossip.runs.members.ranks import for_ranks
+from mpigossip.runs.members.replay import FORK, ReplayLog, repeat_round, training_in
+from mpigossip.store.checkpoint import NodeState
+from mpigossip.store.manifest import Number
+from mpigossip.training.assemble import Assembly, assemble, load
+from mpigossip.training.evaluate import evaluate
+from mpigossip.training.rules import check_member
+
+CHANGEABLE = ("cadence.period", "graph", "algorithm", "local", "schedule")
+"""Setting and sections that a fork may change."""
+UNCHANGEABLE = ("algorithm.name", "algorithm.style", "algorithm.accumulate", "local.name")
+"""Settings of these sections on which the state of the optimizer or the batches depend."""
+
+
+NO_CHANGE = Change()
+
+
+class Periods(NamedTuple):
+    """Numbers H of steps per round."""
+
+    recorded: int
+    fork: int
+
+
+class ForkMember(Member):
+    """Training of a member in a fork with another number of steps per round."""
+
+    def __init__(self, assembly: Assembly, recorded_steps: int):
+        """Prepare the engine of a job.
+
+        :param assembly: trainer and engine of the changed job
+        :param recorded_steps: number of steps of a recorded chunk
+        """
+        super().__init__(assembly)
+        self.recorded_steps = recorded_steps
+        self.chunks: Sequence[Sequence[int]] = ()
+        """Steps of each chunk of the fork."""
+
+    def train(self, exchange: Any, after: Any = lambda record, chunk: None) -> None:
+        """Train chunks like `Member.train`; the progress is a number of recorded chunks."""
+        self.exchange = exchange
+        while (chunk_and_progress := exchange.chunk()) is not None:
+            chunk, progress = chunk_and_progress
+            steps = self.chunks[chunk]
+            ahead = max(progress * self.recorded_steps - steps[0], 0)
+            for step in steps:
+                self.data_step = step
+                after(self.trainer.step(step, step + ahead), chunk)
+
+
+class ForkLog(ReplayLog):
+    """Records of a training up to a cut, and the rounds of a fork after it, without models.
+
+    A round belongs to the past, which the fork does not change, if its age (`Round.age`) is at most
+    the cut. The models on which such a round depends are older, so that they belong to the past,
+    too.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        cut: int,
+        change: Change = NO_CHANGE,
+        periods: Periods | None = None,
+        is_changed: bool = True,
+        slots: int = 1,
+    ):
+        """Read the records and build the schedule of the fork.
+
+        :param place: `Place` that reads the folder without joining
+        :param cut: largest age of a round that stays as it is
+        :param change: settings on which the schedule depends
+        :param periods: numbers of steps per round, if the fork has another one; None: it has not
+        :param is_changed: whether models after the cut may differ from the records
+        :param slots: number of slots of each member
+        :raises JobError: if the training has not ended, has no rounds after the cut or no such
+            place, or if no place is left that could train
+        :raises StoreError: if a record is missing or unusable
+        """
+        super().__init__(place, slots)
+        root = place.disk.root
+        if not self.end:
+            raise JobError(
+                f'"{root}" has not ended: forks and blame compare final models; let members join '
+                "until all chunks are trained"
+            )
+        self.check_complete()
+        self.is_changed = is_changed
+        self.chunks: Sequence[Sequence[int]] = ()
+        rounds = {v: record for v, record in self.rounds.items() if record is not None}
+        for version in rounds:
+            self.inputs(version)
+        later = [record for record in rounds.values() if record.age > cut]
+        if not later:
+            most = max(record.age for record in rounds.values())
+            raise JobError(
+                f'--fork {cut}: the training in "{root}" has {pluralize(most, "round")}; give a '
+                "smaller number"
+            )
+        if change.without is not None and change.without not in {r.place for r in later}:
+            raise JobError(
+                f'--without {change.without}: this place of "{root}" has no round after round '
+                f"{cut}; `mpigossip report {root}` lists the places"
+            )
+        past = [version for version, record in rounds.items() if record.age <= cut]
+        unassigned: list[int] = []
+        progress = None
+        if periods is None:
+            turns = recorded_turns(later)
+        else:
+            began = {
+                record.place: self._began(record.version)
+                for record in reversed(sorted(later, key=lambda record: record.round))
+            }
+            turns, self.chunks, unassigned = rescaled_turns(
+                {record.version: record for record in later},
+                began,
+                *periods,
+                place.plan.chunks * periods.recorded,
+            )
+            progress = [(max(steps) + 1) // periods.recorded for steps in self.chunks]
+        try:
+            schedule = ForkSchedule(
+                rounds, self.starts, past, turns, unassigned, self.end, change, progress
+            )
+        except ValueError:
+            raise JobError(
+                f"--without {change.without}: no other place has trained, so that there is no "
+                "model without this place; omit --without"
+            ) from None
+        self.rounds = dict(schedule.rounds)
+        self.starts = schedule.starts
+        self.end = schedule.end
+        self.later = self.rounds.keys() - set(past)
+        """Rounds after the cut."""
+
+    def _began(self, version: Version) -> int:
+        """Return the time at which a recorded round began: the age of the model it started from."""
+        inputs = self.inputs(version)
+        first = inputs if version.round == 1 else inputs[:1]
+        return max((self.round(dependency).age for dependency in first), default=0)
+
+    def check(self, version: Version, state: NodeState) -> None:
+        """Compare a model with its record; if the round is changed, complete its record."""
+        if version not in self.later or not self.is_changed:
+            super().check(version, state)
+            return
+        index = int(state.numbers["index"])
+        record = replace(self.round(version), digest=digest(state), step=index, claim="")
+        self.rounds[version] = record
+        if self.uses[version]:
+            self.models[version] = state
+
+    def run(self, member: Any, recorded: Any) -> list[NodeState]:
+        """Repeat the rounds after the cut, and older ones if necessary; return the last models.
+
+        :param member: `Member` of the fork's job, which trains the rounds after the cut
+        :param recorded: `Member` of the recorded job, which trains older rounds
+        :raises ReplayMismatch: if the model of an unchanged round differs from its record
+        """
+        for version in self.repeating({*self.later, *self.end}):
+            trains = member if version in self.later else recorded
+            self.check(version, repeat_round(self, version, trains))
+        return [self.models[version] for version in self.end]
+
+
+class Setting:
+    """Assemblies and members of a recorded job and of a changed one."""
+
+    def __init__(self, disk: RecordStore, job: Job | None, settings: Sequence[str], world):
+        """Assemble the jobs.
+
+        :param disk: folder of the training
+        :param job: your own copy of the job; None: code that the job in the folder names is not
+            imported
+        :param settings: "section.key=value" that the fork changes
+        :param world: world of the single process
+        :raises JobError: if a setting can't be changed in a fork
+        """
+        recorded = for_ranks(training_in(disk, job), world)
+        self.job = changed_job(recorded, settings)
+        first = assemble(recorded, world, 1)
+        self.assemblies = [first]
+        self.recorded = self.member = Member(first)
+        self.plan = plan_of(first)
+        self.periods: Periods | None = None
+        self.graph: str | None = None
+        self.is_changed = self.job != recorded
+        if self.is_changed:
+            second = assemble(self.job, world, 1)
+            self.assemblies.append(second)
+            period = Periods(self.recorded.steps, Member(second).steps)
+            has_unequal_rounds = self.plan.longest > 1 and plan_of(second).longest == 1
+            if period.fork == period.recorded and not has_unequal_rounds:
+                self.member = Member(second)
+            else:
+                self.periods = period
+                self.member = ForkMember(second, period.recorded)
+            if self.job.graph.name != recorded.graph.name:
+                self.graph = self.job.graph.name
+
+    def log(self, disk: RecordStore, cut: int, without: int | None = None) -> ForkLog:
+        """Return the records of a fork with these jobs."""
+        log = ForkLog(
+            Place(disk, self.plan, report=print_note),
+            cut,
+            Change(without, self.graph, self.job.run.seed, BEHIND * self.plan.longest),
+            self.periods,
+            self.is_changed or without is not None,
+            self.assemblies[0].engine.group.slots,
+        )
+        if isinstance(self.member, ForkMember):
+            self.member.chunks = log.chunks
+        return log
+
+    def final(self, states: Sequence[NodeState]) -> dict[str, float]:
+        """Return loss and metrics of the average of models, evaluated on the test data."""
+        self.member.begin(states)
+        loader = self.member.assembly.loader
+        return evaluate(self.member.trainer.replicas, self.member.trainer.mixer, loader).averaged
+
+    def close(self) -> None:
+        """Free the memory of both jobs."""
+        for assembly in self.assemblies:
+            assembly.close()
+
+
+def changed_job(job: Job, settings: Sequence[str]) -> Job:
+    """Return a job with other settings.
+
+    :param job: the recorded job
+    :param settings: "section.key=value"
+    :raises JobError: if a fork can't change one of them
+    """
+    if not settings:
+        return job
+    changed = load(config.as_dict(job), settings)
+    problems = differing(changed, job, CHANGEABLE)
+    problems += [
+        text for text in differing(changed, job) if text.partition(" = ")[0] in UNCHANGEABLE
+    ]
+    if problems:
+        raise JobError(
+            f"{problems[0]}: a fork can't change this setting; it can change "
+            f"{', '.join(CHANGEABLE)}, except {', '.join(UNCHANGEABLE)}"
+        )
+    if changed.cadence.options.get("period") == "auto" != job.cadence.options.get("period"):
+        raise JobError(
+            'cadence.period = "auto": a fork does not measure the speed of members; give a number '
+            "of steps"
+        )
+    check_member(changed)
+    return changed
+
+
+def fork(
+    folder: Path,
+    cut: int,
+    to: Path,
+    settings: Sequence[str] = (),
+    without: int | None = None,
+    job: Job | None = None,
+) -> str:
+    """Repeat a training up to a round and continue with one thing changed; return a summary.
+
+    :param folder: folder of the training, which has ended
+    :param cut: number of rounds that stay as they are, counted like `Round.age`; 0: none
+    :param to: new folder for records, checkpoint and job of the fork
+    :param settings: "section.key=value" that change
+    :param without: place whose models are left out after the cut; None: no place
+    :param job: your own copy of the job; None: code that the job in the folder names is not
+        imported
+    :raises ReplayMismatch: if the model of an unchanged round differs from its record
+    :raises StoreError: if a record or model that is needed is missing or unusable
+    :raises JobError: if the fork is impossible, or the new folder exists
+    """
+    if to.exists():
+        raise JobError(f'--to "{to}" exists; name a new folder')
+    disk = RecordStore(folder, shared=True)
+    with SingleProcess() as world:
+        setting = Setting(disk, job, settings, world)
+        try:
+            log = setting.log(disk, cut, without)
+            states = log.run(setting.member, setting.recorded)
+            result = setting.final(states)
+            command = {"run": str(folder), "fork": cut, "settings": [*settings], "without": without}
+            write(to, setting, log, states, command)
+        finally:
+            setting.close()
+    sha = hashlib.sha256()
+    for state in states:
+        sha.update(state.parameters.tobytes())
+    values = [f"{name} {value:.6g}" for name, value in result.items()]
+    return "\n".join(
+        [
+            f"{to}: {pluralize(len(log.later), 'round')} after round {cut} of {folder}",
+            *values,
+            f"digest {sha.hexdigest()}",
+        ]
+    )
+
+
+def blame(folder: Path, cut: int = 0, job: Job | None = None) -> str:
+    """Rank the places of a training by the effect on the final loss if each is left out.
+
+    The training is repeated once as it was recorded, and once without each place, whose chunks
+    other places then train.
+
+    :param folder: folder of the training, which has ended
+    :param cut: number of rounds that stay as they are; 0: none
+    :param job: your own copy of the job; None: code that the job in the folder names is not
+        imported
+    :return: a table with the place first that raises the final loss most
+    """
+    disk = RecordStore(folder, shared=True)
+    with SingleProcess() as world:
+        setting = Setting(disk, job, (), world)
+        try:
+            loss, losses = blamed(setting, disk, cut)
+        finally:
+            setting.close()
+    rows = [
+        [str(place), f"{without:.6g}", f"{loss - without:+.6g}"]
+        for place, without in sorted(losses.items(), key=lambda item: item[1])
+    ]
+    table = aligned([["place", "loss without it", "raises the loss by"], *rows])
+    return f"loss of the average of the last models: {loss:.6g}\n\n{table}"
+
+
+def blamed(setting: Setting, disk: RecordStore, cut: int) -> tuple[float, dict[int, float]]:
+    """Return the final loss of a training, and for each place the final loss if it is left out.
+
+    :param setting: jobs of the training, without a change
+    :param disk: folder of the training
+    :param cut: number of rounds that stay as they are; 0: none
+    :raises JobError: if fewer than two places have rounds after the cut
+    """
+    log = setting.log(disk, cut)
+    places = sorted({version.place for version in log.later})
+    if len(places) < 2:
+        raise JobError(
+            f"--blame: only place {places[0]} has rounds after round {cut}, so that no training "
+            "without it can be compared; give a smaller number after --fork, or a training of "
+            "several places"
+        )
+    loss = setting.final(log.run(setting.member, setting.recorded))["loss"]
+    losses = {}
+    for place in places:
+        log = setting.log(disk, cut, place)
+        losses[place] = setting.final(log.run(setting.member, setting.recorded))["loss"]
+    return loss, losses
+
+
+def write(
+    to: Path, setting: Setting, log: ForkLog, states: Sequence[NodeState], command: dict[str, Any]
+) -> None:
+    """Write a fork to a new folder, which gets its name only when all files are complete.
+
+    :param to: path of the new folder
+    :param setting: jobs of the fork
+    :param log: all records of the fork
+    :param states: models whose average is the result
+    :param command: arguments of the command, by which the fork can be repeated
+    """
+    to.parent.mkdir(parents=True, exist_ok=True)
+    temporary = to.with_name(f".{to.name}-{secrets.token_hex(8)}")
+    try:
+        disk = RecordStore(temporary)
+        disk.begin(FOLDERS)
+        text = config.dump(setting.job)
+        head = (log.place.disk.read(JOB, listed=True) or b"").decode().partition("\n")[0]
+        assert head.startswith(f"# {FORMAT}")
+        (temporary / JOB).write_text(f"{head}\n{text}", encoding="utf-8")
+        (temporary / FORK).write_text(json.dumps(command, indent=1), encoding="utf-8")
+        for name, record in _records(log):
+            path = temporary / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(record.encode())
+        steps = setting.plan.chunks * setting.recorded.steps
+        n = len(states)
+        facts: dict[str, Number] = {
+            "nodes": n,
+            "asked": n,
+            "lost": "",
+            "lost_at": 0,
+            "slots": setting.member.engine.group.slots,
+            "steps_per_epoch": setting.member.assembly.steps_per_epoch,
+        }
+        write_checkpoint(disk, temporary, steps, [*states], text, facts)
+        temporary.rename(to)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _records(log: ForkLog) -> Iterable[tuple[str, Record]]:
+    """Iterate over the records of a fork, with their file names relative to its folder."""
+    for place, start in log.starts.items():
+        yield f"places/{place:06d}", Record(place=place)
+        yield record_name(place, 0), start
+    for version in log.rounds:
+        yield record_name(*version), log.round(version)
+    yield "END", End(place=log.end[0].place, versions=log.end)

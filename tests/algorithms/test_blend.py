@@ -1,0 +1,107 @@
+"""Weights of mixing: the formula, models in numpy, ranks, resume, and errors."""
+
+from math import cos, pi
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mpigossip
+from mpigossip.config import JobError
+from mpigossip.training.schedule import blend_weight
+from tests import battery
+from tests.battery import Double, Driver, take_over
+from tests.cases import on_each, with_world
+
+STEPS = 40
+LINEAR = "algorithm.name=dsgd local.name=sgd algorithm.blend=0.1 algorithm.blend_end=0.9"
+COSINE = f"{LINEAR} algorithm.blend_shape=cosine"
+CASES = (
+    LINEAR,
+    f"{COSINE} cadence.name=gossip-pga cadence.period=3",
+    f"{COSINE} cadence.name=every cadence.period=4 cadence.fragments=2 cadence.delay=1",
+    "algorithm.name=diloco cadence.period=3 algorithm.blend=0.3 node.wire=bf16",
+    "algorithm.name=dsgd local.name=adamw algorithm.blend_end=0 node.wire=qsgd",
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def weight(settings, step):
+    """Return γ of a step by the formula of the docstring."""
+    progress = step / (STEPS - 1)
+    if settings.endswith("cosine"):
+        progress = (1 - cos(pi * progress)) / 2
+    return 0.1 + 0.8 * progress
+
+
+@on_each("settings", [LINEAR, COSINE])
+@on_each("n", [2, 3, 5, 8])
+def test_models_equal_the_formula(settings, n):
+    driver = Double(settings, n)
+    x = driver.whole().numpy()
+    b = torch.cat(driver.b, dim=1).numpy()
+    for step in range(STEPS):
+        x = x - 0.1 * (x - b)
+        gamma = weight(settings, step)
+        x = (1 - gamma) * x + gamma * driver.graph.matrix(step) @ x
+    result = driver.run(STEPS).whole().numpy()
+    assert np.abs(result - x).max() <= 1e-12 * np.abs(x).max()
+
+
+def test_the_weight_is_constant_without_an_end_and_after_the_last_step():
+    assert {blend_weight(0.3, None, "linear", 9)(step) for step in range(20)} == {0.3}
+    for shape in ("linear", "cosine"):
+        rate = blend_weight(0.2, 0.8, shape, 11)
+        assert [rate(step) for step in (0, 5, 10, 30)] == pytest.approx([0.2, 0.5, 0.8, 0.8])
+    assert blend_weight(0.2, 0.8, "linear", 1)(0) == 0.2
+
+
+def test_a_weight_of_one_is_the_method():
+    plain = Driver("algorithm.name=dsgd", 5, noise=0.1).run(9)
+    blended = Driver("algorithm.name=dsgd algorithm.blend=1", 5, noise=0.1).run(9)
+    assert torch.equal(plain.whole(), blended.whole())
+    assert plain.mixer.bytes_sent == blended.mixer.bytes_sent
+
+
+@on_each("settings", CASES)
+def test_resume_in_the_middle(settings):
+    expected = Driver(settings, 3, noise=0.1).run(STEPS).whole()
+    for at in (1, 2, 7, 20, 33):
+        second = Driver(settings, 3, noise=0.1)
+        take_over(second, Driver(settings, 3, noise=0.1).run(at))
+        assert torch.equal(second.run(STEPS - at).whole(), expected), at
+
+
+def on_ranks(comm):
+    from mpigossip.cluster.ranks import World
+
+    with World(comm) as world:
+        return [driver.whole().numpy() for driver in battery.on_ranks(CASES, world, "read", STEPS)]
+
+
+@pytest.mark.both
+@pytest.mark.parametrize("n", [2, 3])
+def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n):
+    got = ranks(n)(on_ranks)
+    for index, settings in enumerate(CASES):
+        expected = Driver(settings, n, noise=0.1).run(STEPS).whole().numpy()
+        assert (np.concatenate([rank[index] for rank in got]) == expected).all(), settings
+
+
+@with_world
+def loop(world):
+    model = nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(JobError, match="blend_end = 1: needs the number of steps"):
+        mpigossip.Gossip(world, model, inner, "dsgd", blend_end=1.0)
+    gossip = mpigossip.Gossip(world, model, inner, "dsgd", blend=0.5)
+    model(torch.ones(1, 2)).sum().backward()
+    gossip.step()
+    with pytest.raises(JobError, match="a blend, the step decides"):
+        gossip.average()
+
+
+def test_a_loop_needs_the_number_of_steps(ranks):
+    ranks(2)(loop)

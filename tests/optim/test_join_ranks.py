@@ -1,0 +1,67 @@
+"""Programs as members of several ranks, whose model is in DDP or sharded by FSDP2."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import Nodes
+from mpigossip.config import JobError
+from mpigossip.members.place import TrainingPlan
+from mpigossip.optim.join import join
+from tests.cases import some
+from tests.launch import Launch, mpirun, until
+from tests.members.storm import chunks_of
+from tests.optim import in_member
+from tests.optim.test_join import parts
+
+
+def program(folder, kind, *replay):
+    return [sys.executable, "-m", "tests.optim.in_member", folder, kind, *replay]
+
+
+def sums(done):
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert all("finished True" in line for line in lines), lines
+    return [line.rpartition(" ")[2] for line in lines]
+
+
+@pytest.mark.parametrize("kind", some(["fsdp", "ddp"], ["fsdp"]))
+def test_two_members_of_two_ranks_and_their_replay(tmp_path, kind):
+    folder = tmp_path / "run"
+    launches = [Launch(2, program(folder, kind)) for _ in range(2)]
+    results = [value for one in launches for value in sums(one.finish(120))]
+    assert len(results) == 4 and len(set(results)) == 1
+    once = chunks_of(folder, TrainingPlan(in_member.CHUNKS, 1, 20.0))
+    assert once == dict.fromkeys(range(in_member.CHUNKS), 1)
+    again = mpirun(2, program(folder, kind, "replay"), 90, warm=False)
+    assert sums(again) == results[:2] and "every digest is equal" in again.stderr
+    alone = mpirun(0, program(folder, "plain", "replay"), 60, warm=False)
+    assert "ranks 2, here 1" in alone.stderr
+
+
+def test_a_killed_rank_ends_its_member_and_members_of_4_and_1_ranks_go_on(tmp_path):
+    folder = tmp_path / "run"
+    first = Launch(2, program(folder, "ddp"))
+    until((folder / "chain/000000/000002").exists, 90, "the first member")
+    os.kill(first.ranks()[1], signal.SIGKILL)
+    assert first.finish(60).returncode != 0
+    others = Launch(4, program(folder, "fsdp")), Launch(0, program(folder, "plain"))
+    results = [value for one in others for value in sums(one.finish(150))]
+    assert len(results) == 5 and len(set(results)) == 1
+    once = chunks_of(folder, TrainingPlan(in_member.CHUNKS, 1, 20.0))
+    assert once == dict.fromkeys(range(in_member.CHUNKS), 1)
+
+
+def test_ranks_that_are_several_nodes_are_rejected(tmp_path):
+    with SingleProcess() as world:
+        world.size = 2
+        world.nodes = Nodes((0, 1), world)
+        with (
+            pytest.raises(JobError, match="which form 2 nodes, but a member is one node"),
+            join(tmp_path, *parts(), chunks=1, world=world),
+        ):
+            pass

@@ -1,0 +1,244 @@
+"""Forks of a recorded training of members, and blame."""
+
+import pytest
+
+from mpigossip import cli
+from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.config import JobError
+from mpigossip.members.place import Place, TrainingPlan
+from mpigossip.members.records import RecordStore
+from mpigossip.runs.members import fork as forks
+from mpigossip.runs.members import join as joining
+from mpigossip.runs.members.fork import Setting, fork
+from mpigossip.runs.members.member import Member
+from mpigossip.runs.members.replay import ReplayLog
+from mpigossip.store import checkpoint
+from mpigossip.training.task import Classification
+from tests.runs.test_join import UNEQUAL, lock_draws, members, slow_down
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return the folder of a training by three members, and its digest."""
+    folder = tmp_path_factory.mktemp("fork") / "run"
+    with pytest.MonkeyPatch.context() as patched:
+        lock_draws(patched)
+        members(folder, 3, "members.keep_every=2", "run.epochs=6")
+    return folder, checkpoint.digest(checkpoint.latest(folder))
+
+
+@pytest.fixture(scope="module")
+def unequal(tmp_path_factory):
+    """Return the folder of a training by a slow member and two fast ones, and its digest."""
+    folder = tmp_path_factory.mktemp("fork") / "run"
+    with pytest.MonkeyPatch.context() as patched:
+        lock_draws(patched)
+        slow_down(patched, [0.2, 0.01, 0.01])
+        members(folder, 3, *UNEQUAL, "members.keep_every=2", "run.epochs=6")
+    return folder, checkpoint.digest(checkpoint.latest(folder))
+
+
+@pytest.mark.parametrize("cut", [0, 9])
+def test_a_fork_of_unequal_rounds_without_a_change_has_the_digest_of_the_run(
+    unequal, tmp_path, cut
+):
+    folder, digest = unequal
+    log = log_of(folder, cut=cut)
+    assert max(record.chunks for record in log.rounds.values()) > 1
+    assert fork(folder, cut, tmp_path / "new").endswith(f"digest {digest}")
+
+
+@pytest.mark.parametrize("settings", [(), ("cadence.period=2",), ("cadence.period=3",)])
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_a_fork_of_unequal_rounds_trains_each_step_once(unequal, settings, leaves_out):
+    """Chunks have two steps; chunks of a place that is left out are trained one by one."""
+    folder, _ = unequal
+    place = places_of(folder, cut=4)[0] if leaves_out else None
+    log = log_of(folder, *settings, cut=4, without=place)
+    steps = steps_of(log, period=2)
+    assert steps == list(range(len(steps))) and 66 * 2 <= len(steps) < 66 * 2 + 3
+    check_inputs(log, place)
+
+
+def test_a_fork_does_not_choose_lengths_of_rounds(run, tmp_path):
+    with pytest.raises(JobError, match='cadence.period = "auto": a fork'):
+        fork(run[0], 0, tmp_path / "new", ["cadence.period=auto"])
+
+
+@pytest.mark.parametrize("cut", [0, 3])
+def test_a_fork_without_a_change_has_the_digest_of_the_run(run, tmp_path, cut):
+    folder, digest = run
+    summary = fork(folder, cut, tmp_path / "new")
+    assert summary.endswith(f"digest {digest}")
+    assert checkpoint.digest(checkpoint.latest(tmp_path / "new")) == digest
+
+
+def log_of(folder, *settings, cut=0, without=None):
+    """Return the schedule of a fork."""
+    disk = RecordStore(folder)
+    with SingleProcess() as world:
+        setting = Setting(disk, None, settings, world)
+        try:
+            return setting.log(disk, cut, without)
+        finally:
+            setting.close()
+
+
+def test_a_fork_without_a_change_has_the_recorded_schedule(run):
+    recorded = ReplayLog(Place(RecordStore(run[0]), TrainingPlan(33, 1, 30.0)))
+    log = log_of(run[0], cut=4)
+    assert log.rounds == recorded.rounds and log.starts == recorded.starts
+    assert log.end == recorded.end and not log.is_changed
+    assert all(log.round(version).age > 4 for version in log.later)
+
+
+def steps_of(log, period=4):
+    """Return the steps that the rounds of a fork train, in ascending order."""
+    steps: list[int] = []
+    for version, record in log.rounds.items():
+        if log.chunks and version in log.later:
+            assert record.chunks == 1
+            steps += log.chunks[record.chunk]
+        else:
+            steps += range(record.chunk * period, (record.chunk + record.chunks) * period)
+    return sorted(steps)
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 8, 12])
+@pytest.mark.parametrize("cut", [0, 5])
+def test_another_period_trains_each_step_once(run, period, cut):
+    """If the new H does not divide the number of steps, the last chunk is completed."""
+    log = log_of(run[0], f"cadence.period={period}", cut=cut)
+    steps = steps_of(log)
+    assert steps == list(range(len(steps))) and 33 * 4 <= len(steps) < 33 * 4 + period
+    assert {len(chunk) for chunk in log.chunks} == {period}
+    check_inputs(log)
+
+
+def check_inputs(log, without=None):
+    """Each round depends on older rounds only, and on no round of the place that is left out."""
+    for version in log.later:
+        for dependency in log.inputs(version):
+            assert log.round(dependency).age < log.round(version).age
+            assert dependency.place != without
+    assert all(version in log.rounds and version.place != without for version in log.end)
+
+
+def places_of(folder, cut):
+    """Return the places with rounds after the cut, in ascending order.
+
+    On a busy machine a member may lose its place and join again, so that numbers are missing.
+    """
+    return sorted({version.place for version in log_of(folder, cut=cut).later})
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_chunks_of_a_place_that_is_left_out_are_trained_by_others(run, index):
+    places = places_of(run[0], cut=2)
+    place = places[index]
+    log = log_of(run[0], cut=2, without=place)
+    assert steps_of(log) == list(range(33 * 4))
+    assert {version.place for version in log.later} == set(places) - {place}
+    check_inputs(log, place)
+    assert sum(bool(log.round(version).peer) for version in log.later) > len(log.later) / 3
+
+
+def test_another_graph_chooses_other_peers(run):
+    recorded = log_of(run[0]).rounds
+    log = log_of(run[0], "graph.name=random-matching")
+    assert log.rounds.keys() == recorded.keys()
+    assert [r.chunk for r in log.rounds.values()] == [r.chunk for r in recorded.values()]
+    assert any(record.peer != recorded[version].peer for version, record in log.rounds.items())
+    check_inputs(log)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["schedule.lr=0.001"],
+        ["cadence.period=2"],
+        ["graph.name=random-matching"],
+        ["--without", "PLACE"],
+    ],
+)
+def test_forks_end_and_can_be_repeated(run, tmp_path, capsys, changes):
+    folder, digest = run
+    place = str(places_of(folder, cut=0)[1])
+    changes = [place if argument == "PLACE" else argument for argument in changes]
+    texts = []
+    for name in ("a", "b"):
+        command = ["replay", str(folder), "--fork", "0", *changes, "--to", str(tmp_path / name)]
+        assert cli.main(command) == 0
+        texts.append(capsys.readouterr().out.replace(str(tmp_path / name), "NEW"))
+    assert texts[0] == texts[1] and "loss " in texts[0] and digest not in texts[0]
+    assert cli.main(["replay", str(tmp_path / "a")]) == 2
+    assert "is a fork: repeat it" in capsys.readouterr().err
+    assert (
+        cli.main(["checkpoint", "export", str(tmp_path / "a"), "--out", str(tmp_path / "m.pt")])
+        == 0
+    )
+    assert cli.main(["join", str(tmp_path / "a")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--fork", "1000", "--to", "NEW"], "--fork 1000: the training in"),
+        (["--fork", "2", "--without", "7", "--to", "NEW"], "--without 7: this place of"),
+        (["--fork", "2", "model.name=lenet", "--to", "NEW"], "a fork can't change this setting"),
+        (["--fork", "2", "algorithm.name=noloco", "--to", "NEW"], "a fork can't change this"),
+        (["--fork", "2"], "--fork needs --to NEW"),
+        (["--without", "2"], "--without and --to belong to a fork"),
+        (["--blame", "--to", "NEW"], "--blame leaves out each place"),
+        (["--blame", "schedule.lr=1"], "--blame changes no setting"),
+        (["--fork", "2", "--audit", "0.1", "--to", "NEW"], "--audit excludes"),
+        (["--audit", "0.1"], "members.keep_every = 2: an audit repeats"),
+        (["--audit", "0.1", "--place", "0"], "omit --place and --rounds"),
+    ],
+)
+def test_impossible_forks_are_rejected(run, tmp_path, capsys, arguments, text):
+    given = [str(tmp_path / "new") if word == "NEW" else word for word in arguments]
+    assert cli.main(["replay", str(run[0]), *given]) == 2
+    assert text in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_program_is_replayed_by_itself(tmp_path, capsys):
+    (tmp_path / "loop.toml").write_text("")
+    command = ["replay", str(tmp_path), "--fork", "1", "--to", str(tmp_path / "new")]
+    assert cli.main(command) == 2
+    text = capsys.readouterr().err
+    assert "cover jobs only" in text and "mpigossip.join(…, replay=True)" in text
+
+
+class Shuffling(Member):
+    """Member that uses the labels of other samples in the rounds of place 1."""
+
+    def train(self, exchange, after=lambda record, chunk: None) -> None:
+        place = exchange.place
+        objective = self.trainer.replicas.objective
+        task = objective.task
+        if 1 in (place, getattr(place, "number", None)):
+            objective.task = ShuffledLabels()
+        try:
+            super().train(exchange, after)
+        finally:
+            objective.task = task
+
+
+class ShuffledLabels(Classification):
+    def loss(self, model, batch):
+        inputs, targets = batch
+        return super().loss(model, (inputs, targets.roll(1, 0)))
+
+
+def test_the_place_with_shuffled_labels_is_blamed_first(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run"
+    lock_draws(monkeypatch)
+    monkeypatch.setattr(joining, "Member", Shuffling)
+    monkeypatch.setattr(forks, "Member", Shuffling)
+    members(folder, 4, "run.epochs=8", "members.claim_rounds=1")
+    fork(folder, 5, tmp_path / "new")  # raises an error if a model differs from its record
+    assert cli.main(["replay", str(folder), "--blame"]) == 0
+    rows = capsys.readouterr().out.split("raises the loss by")[1].split("\n")
+    assert rows[1].split()[0] == "1", rows

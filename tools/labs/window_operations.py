@@ -1,0 +1,58 @@
+"""Move random parts of arrays along a graph by `mpigossip.Window`: no value may be lost or doubled.
+
+    mpirun -n 4 python tools/labs/window_operations.py --graph ring --dtype int64 --count 10000
+
+Each rank makes ``--count`` random calls of `accumulate`, `update` and `flush` at its own speed.
+After the last one, three things must hold:
+
+* the sum of all arrays is the sum at the start: exactly for integers, to 1e-9 for floating-point
+  arrays, whose push-sum weights add up to the number of ranks;
+* each rank has received from each neighbour as many values as this neighbour has sent;
+* no array was read while half of it was written. All elements of an array are equal at all times,
+  so that a torn value has different ones.
+
+The exit code is 1 if one of them does not hold.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import mpigossip  # noqa: E402
+from tests.mixing.window_operations import find_errors, random_operations  # noqa: E402
+
+
+def main() -> int:
+    """Run the calls on all ranks, print the result on rank 0, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--graph", default="ring", help="name of the graph (default: ring)")
+    parser.add_argument("--dtype", default="int64", help="dtype of the array (default: int64)")
+    parser.add_argument("--count", type=int, default=10000, help="calls of each rank")
+    parser.add_argument("--width", type=int, default=257, help="elements of the array")
+    options = parser.parse_args()
+    with mpigossip.world() as world:
+        begin = time.monotonic()
+        result = random_operations(
+            world, options.graph, options.dtype, options.count, options.width
+        )
+        seconds = time.monotonic() - begin
+        results = world.gather(result)
+        errors = find_errors(results) if world.rank == 0 else []
+        for sentence in errors:
+            print(sentence)
+        if world.rank == 0:
+            verdict = f"{len(errors)} errors" if errors else "good"
+            print(
+                f"{world.size} ranks, {options.graph}, {options.dtype}, {options.count} calls "
+                f"per rank in {seconds:.1f} s: {verdict}"
+            )
+        return int(world.broadcast(bool(errors)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
