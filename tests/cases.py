@@ -70,18 +70,18 @@ def few(cases: Iterable[str]) -> list[str]:
 
 
 def with_world(function: Callable | None = None, *, per: int | str = 1, **limits) -> Callable:
-    """Return a function for pools of ranks that calls `function(world, …)` with a new World.
+    """Return a function for pools of ranks that calls `function(world, …)` with a new MPIWorld.
 
-    ``per``: number of ranks of a node; ``limits``: World's `timeout_s`.
+    ``per``: number of ranks of a node; ``limits``: MPIWorld's `timeout_s`.
     """
     if function is None:
         return functools.partial(with_world, per=per, **limits)
 
     @functools.wraps(function)
     def on_rank(comm, *args, **options):
-        from mpigossip.cluster.ranks import World
+        from mpigossip.cluster.mpi_world import MPIWorld
 
-        with World(comm, **limits) as world:
+        with MPIWorld(comm, **limits) as world:
             world.group_into_nodes(per)
             return function(world, *args, **options)
 

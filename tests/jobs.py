@@ -1,7 +1,7 @@
 """Small jobs, and training of a job on simulated nodes in this process."""
 
-from mpigossip.cluster.ranks import SingleProcess
-from mpigossip.runs import launch
+from mpigossip.cluster.world import SingleProcess
+from mpigossip.runs import start_and_resume
 
 TINY = ["model.name=mlp", "model.hidden=[4]", "data.batch=8", "data.workers=0"]
 """Settings of a job that trains in less than a second."""
@@ -10,4 +10,4 @@ TINY = ["model.name=mlp", "model.hidden=[4]", "data.batch=8", "data.workers=0"]
 def train(job, nodes: int) -> dict:
     """Train a job to its end on simulated nodes; return its summary."""
     with SingleProcess() as world:
-        return launch.train(job, world, nodes)
+        return start_and_resume.train(job, world, nodes)

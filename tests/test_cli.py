@@ -17,7 +17,7 @@ import h5py
 import pytest
 
 from mpigossip import cli
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config.errors import Failure
 from mpigossip.config.readable import print_safe
 from mpigossip.graphs.search import search

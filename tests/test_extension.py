@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import mpigossip
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.engine.vector import scatter_row
-from mpigossip.runs import launch
+from mpigossip.runs import start_and_resume
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
@@ -209,7 +209,7 @@ def test_all_custom_parts_at_once(own):
     assert len(mine.SEEN) == 1 + summary["steps"]
     half = train(job(own, run={"output": str(own / "cut"), "epochs": 12, "steps": 40}), 10)
     with SingleProcess() as alone:
-        again = launch.resume(own / "cut", ["run.steps=none"], alone, None)
+        again = start_and_resume.resume(own / "cut", ["run.steps=none"], alone, None)
     assert half["steps"] == 40 and again["digest"] == summary["digest"]
     assert "beta = 0.8" in read(own / "run" / "log.h5").job
 
@@ -239,7 +239,7 @@ def test_a_momentum_of_float64_resumes_bitwise(own, slots):
     assert saved.arrays["state/momentum"].dtype == np.float64
     assert saved.arrays["state/steps"].tolist() == [3.0]
     with SingleProcess() as alone:
-        again = launch.resume(cut.run.folder, ["run.steps=none"], alone, None)
+        again = start_and_resume.resume(cut.run.folder, ["run.steps=none"], alone, None)
     assert again["digest"] == whole["digest"]
 
 
@@ -291,15 +291,17 @@ def with_rounds(folder, graph, **run):
 
 
 def on_ranks(comm, folder, stop):
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
 
     digests = []
     for k, graph in enumerate(ROUNDS):
-        with World(comm) as world:
+        with MPIWorld(comm) as world:
             if stop:
-                launch.train(with_rounds(folder / f"{k}", graph, steps=7), world)
-        with World(comm) as world:
-            digests.append(launch.resume(folder / f"{k}", ["run.steps=none"], world, None))
+                start_and_resume.train(with_rounds(folder / f"{k}", graph, steps=7), world)
+        with MPIWorld(comm) as world:
+            digests.append(
+                start_and_resume.resume(folder / f"{k}", ["run.steps=none"], world, None)
+            )
     return [each.get("digest") for each in digests]
 
 
@@ -307,7 +309,7 @@ def test_a_custom_graph_trains_in_jobs_and_resumes(ranks, tmp_path, one_thread):
     """Each round is made by a function; ranks equal the simulator bitwise, also after a resume."""
     with SingleProcess() as alone:
         wanted = [
-            launch.train(with_rounds(tmp_path / f"s{k}", graph), alone, 3)["digest"]
+            start_and_resume.train(with_rounds(tmp_path / f"s{k}", graph), alone, 3)["digest"]
             for k, graph in enumerate(ROUNDS)
         ]
     assert len(set(wanted)) == 3
@@ -358,12 +360,12 @@ def test_a_time_varying_graph_in_a_custom_loop(ranks):
 
 
 def too_late(comm, folder):
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
 
     job = with_rounds(folder, {"name": f"{GRAPHS}:growing", "degree": 1}, epochs=9)
     try:
-        with World(comm) as world:
-            launch.train(job, world)
+        with MPIWorld(comm) as world:
+            start_and_resume.train(job, world)
     except ValueError as error:
         return str(error)
 
@@ -379,14 +381,14 @@ def test_a_round_of_more_neighbours_than_stated_is_not_sent(ranks, tmp_path):
     [
         ({"algorithm": {"name": "mine:heavy_bal"}}, "mine has no heavy_bal"),
         ({"algorithm": {"name": "mine:heavy_ball", "betta": 1}}, "betta: unknown; .*: beta"),
-        ({"algorithm": {"name": "mine:three"}}, "is a int; it should be a function"),
+        ({"algorithm": {"name": "mine:three"}}, "is of type int; it should be a function"),
         ({"algorithm": {"name": "mine:demanding"}}, 'needs contains "unsigned"; did you mean'),
         ({"algorithm": {"name": "nowhere:thing"}}, "nowhere can't be imported"),
         ({"model": {"name": "wrong:net"}}, "AttributeError at .*wrong.py:2: module 'os' has no"),
         ({"data": {"source": "typo:data"}}, "SyntaxError: .*typo.py, line 1"),
         ({"data": {"source": "mine:wrong"}}, "returned int; it should return a .*Source"),
         ({"data": {"source": "mine:Plain"}}, "returned Plain; it should return a .*Source"),
-        ({"data": {"source": "mine:three"}}, "is a int; it should be a function"),
+        ({"data": {"source": "mine:three"}}, "is of type int; it should be a function"),
         ({"data": {"source": "mine:own_needs"}}, "takes 1 positional.* return a .*Source"),
         ({"model": {"name": "mine:wrong"}}, "returned int"),
         ({"model": {"name": "mine:frozen"}}, "no parameter to train"),

@@ -6,7 +6,7 @@ import torch
 
 from mpigossip import algorithms
 from mpigossip.analysis import trials
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.mixing.combine import weighted_sum
 from mpigossip.mixing.kernels import gpu_sum
 from mpigossip.training import assemble

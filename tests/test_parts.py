@@ -11,7 +11,7 @@ from torch import nn
 from mpigossip import algorithms, cli, commands, graphs, mixing, models
 from mpigossip.algorithms import Algorithm, cadence
 from mpigossip.algorithms.local import Local
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.commands.arguments import command
 from mpigossip.config import BuilderSpec, JobError
 from mpigossip.data import sources

@@ -55,13 +55,13 @@ def main() -> int:
     """
     from mpi4py import MPI
 
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
     from tests.battery import Driver, on_ranks
 
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD
     settings = comm.allreduce(list(combinations(comm.size, comm.rank, comm.size)))
-    world = World(comm)
+    world = MPIWorld(comm)
     results = {}
     different = []
     for way in ("read", "put"):

@@ -44,9 +44,9 @@ from designs import (  # noqa: E402
 from inputs import packed_text, searched_graph  # noqa: E402
 
 from mpigossip.cluster.process import end_with  # noqa: E402
-from mpigossip.cluster.ranks import SingleProcess  # noqa: E402
+from mpigossip.cluster.world import SingleProcess  # noqa: E402
 from mpigossip.config.errors import NonFiniteError  # noqa: E402
-from mpigossip.runs import launch  # noqa: E402
+from mpigossip.runs import start_and_resume  # noqa: E402
 from mpigossip.store.log import read  # noqa: E402
 from mpigossip.studies.running import RunResult  # noqa: E402
 from mpigossip.training import assemble  # noqa: E402
@@ -128,7 +128,7 @@ def train(line: Line, options: argparse.Namespace) -> Line:
     began = time.process_time()
     try:
         with SingleProcess() as alone:
-            summary = launch.train(job, alone, line["nodes"])
+            summary = start_and_resume.train(job, alone, line["nodes"])
         if not summary["finished"]:
             sys.exit("stopped: the current run was not written")
     except NonFiniteError:

@@ -39,7 +39,7 @@ GRAPHS = ("one-peer-hypercube", "one-peer-exponential", "exponential", "ring", "
 
 
 def limit_memory(count: int) -> Callable[[], object]:
-    """Return a function that averages two arrays in place, as fast as the memory allows.
+    """Return a function that averages two arrays of float32 in place, at the speed of the memory.
 
     :param count: number of elements
     """
@@ -56,8 +56,8 @@ def limit_memory(count: int) -> Callable[[], object]:
 def limit_network(comm: MPI.Comm, count: int, to: int, source: int) -> Callable[[], object]:
     """Return a function that sends a plain MPI message to one rank and receives one from another.
 
-    :param comm: all ranks, which call the function together
-    :param count: number of elements of a message
+    :param comm: communicator of all ranks, which have to call the returned function together
+    :param count: number of elements of a message, float32
     :param to: rank that this rank sends to
     :param source: rank that this rank receives from
     """
@@ -75,7 +75,7 @@ def limit_network(comm: MPI.Comm, count: int, to: int, source: int) -> Callable[
 
 
 def row(name: str, size: int, times: Sequence[float], limit: Sequence[float]) -> dict[str, Any]:
-    """Return one row of the table: the median time, and its multiple of the limit.
+    """Return a row of the table: the median time of a measurement, and its multiple of the limit.
 
     :param name: name of the graph or operation
     :param size: bytes of the message
@@ -101,34 +101,35 @@ def row(name: str, size: int, times: Sequence[float], limit: Sequence[float]) ->
 def room_for_messages(world: World) -> int:
     """Return the largest size of a message, in bytes, for which the memory of all hosts suffices.
 
-    A measurement needs eight arrays of this size per rank: windows, the two arrays of the limit,
-    and copies by the MPI library. They may fill half of a host's memory. Collective.
+    A measurement needs eight arrays of this size per rank: the windows, the two arrays for the
+    limit, and copies that the MPI library makes. These arrays may fill half of a host's memory.
+    Collective.
     """
     ranks = max(map(world.hosts.count, world.hosts))
     return world.comm.allreduce(host_memory() // 2 // 8 // ranks, MPI.MIN)
 
 
 def sizes_that_fit(world: World, options) -> list[int]:
-    """Return the sizes of messages that fit in memory; print a note on the others."""
+    """Return the requested sizes of messages that fit in memory; print a note on other sizes."""
     room = room_for_messages(world)
     omitted = [f"{size:,}" for size in options.sizes if size > room]
     if world.rank == 0 and omitted:
         ranks = max(map(world.hosts.count, world.hosts))
         print_note(
-            f"left out: {', '.join(omitted)} bytes; {ranks} ranks per host have memory for {room:,}"
+            f"these sizes are left out: {', '.join(omitted)} bytes; with {ranks} ranks per host, "
+            f"there is memory for messages of {room:,} bytes"
         )
     return [size for size in options.sizes if size <= room]
 
 
 def _opened(mixing_graph: Graph, size: int, world: World, options) -> tuple[Mixer, int]:
-    """Open a mixer for a vector of at least ``size`` bytes.
-
-    Return the mixer and the number of elements of the vector.
+    """Open a mixer for a vector of at least ``size`` bytes; collective.
 
     :param mixing_graph: graph of the mixer
     :param size: bytes of the vector
     :param world: all ranks
     :param options: options of `mpigossip bench`
+    :return: the mixer, and the number of elements of the vector
     """
     count = max(512, -(-size // 4 // 512) * 512)
     mixer = open_mixer(mixing_graph, MessageLayout((count,)), world, same_host=options.same_host)
@@ -146,7 +147,7 @@ def one_round(
 
     :param mixer: the mixer
     :param clock: iterator over the numbers of rounds
-    :param work: function that computes meanwhile
+    :param work: function that is called between the start and the end of the exchange
     :param kind: kind of the exchange
     """
     t = next(clock)
@@ -157,9 +158,10 @@ def one_round(
 
 
 def exchange(world: World, options) -> Iterator[dict[str, Any]]:
-    """Measure rounds of one vector on each graph.
+    """Measure the time of rounds in which nodes exchange one vector, on each graph.
 
-    The limit is the memory if the ranks share a host, and otherwise the network.
+    If the ranks share a host, the limit is the time to average two arrays in memory, otherwise the
+    time of a plain MPI message.
     """
     on_one_host = len(set(world.hosts)) == 1
     for name in options.graphs or GRAPHS:
@@ -184,7 +186,10 @@ def exchange(world: World, options) -> Iterator[dict[str, Any]]:
 
 
 def allreduce(world: World, options) -> Iterator[dict[str, Any]]:
-    """Measure the exact average over all nodes; the limit is the `Allreduce` of the MPI library."""
+    """Measure the time of an exact average over all nodes.
+
+    The limit is the time of the MPI library's `Allreduce`.
+    """
     mixing_graph = graph("complete", world.size)
     for size in sizes_that_fit(world, options):
         mixer, count = _opened(mixing_graph, size, world, options)
@@ -204,7 +209,7 @@ def allreduce(world: World, options) -> Iterator[dict[str, Any]]:
 
 
 def overlap(world: World, options) -> Iterator[dict[str, Any]]:
-    """Measure how much of an exchange overlaps with a computation that takes equally long."""
+    """Measure the fraction of an exchange that overlaps with a computation of equal duration."""
     mixing_graph = graph("one-peer-exponential", world.size)
     for size in sizes_that_fit(world, options):
         mixer, count = _opened(mixing_graph, size, world, options)
@@ -222,7 +227,10 @@ def overlap(world: World, options) -> Iterator[dict[str, Any]]:
 
 
 def checkpoint(world: World, options) -> Iterator[dict[str, Any]]:
-    """Measure how long a node's checkpoint file takes; the limit is a plain file of equal size."""
+    """Measure the time to write the checkpoint of a node.
+
+    The limit is the time to write a plain file of equal size.
+    """
     from mpigossip.store import checkpoint as store
 
     for size in options.sizes:
@@ -238,7 +246,7 @@ def checkpoint(world: World, options) -> Iterator[dict[str, Any]]:
             except (OSError, StoreError) as error:  # This may happen on one rank only.
                 where = f'--folder "{options.folder}" on {world.hosts[world.rank]}'
                 raise Failure(
-                    f"{where}: {error}; free space there or name another folder"
+                    f"{where}: {error}; free space on this disk or name another folder"
                 ) from error
         yield row("checkpoint", size, times, limit)
 
@@ -267,7 +275,7 @@ def save(rows: Sequence[dict[str, Any]], path: Path, world: World, what: str) ->
     :param rows: rows of the table
     :param path: file to write
     :param world: all ranks
-    :param what: name of the measurement
+    :param what: name of the measurement, such as "exchange"
     """
     about = {
         "measured": what,

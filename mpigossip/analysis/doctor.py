@@ -25,7 +25,8 @@ import mpigossip
 from mpigossip.analysis.findings import GRACE_S, Finding, Findings, merged, report, watched
 from mpigossip.cluster.launcher import LaunchError
 from mpigossip.cluster.local_devices import resolve_auto, slots_of
-from mpigossip.cluster.ranks import SingleProcess, World, world
+from mpigossip.cluster.mpi_world import MPIWorld, open_world
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config.errors import Failure
 from mpigossip.config.readable import pluralize
 from mpigossip.groups import devices
@@ -63,15 +64,15 @@ class RankReport:
 
 
 def examine(options) -> int:
-    """Run all checks, and print the report on rank 0.
+    """Run all checks of `mpigossip doctor`, and print the report on rank 0; collective.
 
     :param options: options of the command
     :return: exit code: 0 if the machine is ready, otherwise 1
     """
     findings = Findings()
-    ranks: SingleProcess | World = SingleProcess()
+    ranks: SingleProcess | MPIWorld = SingleProcess()
     try:
-        ranks = world(options.timeout)
+        ranks = open_world(options.timeout)
     except LaunchError as error:
         if error.rank:
             return 1
@@ -105,7 +106,7 @@ def _local(options, now: list[str]) -> list[Finding]:
 
 
 def _together(options, ranks, findings: Findings) -> None:
-    """Add the findings that need all ranks; they are complete on rank 0."""
+    """Add the findings of tests that need all ranks; they are complete on rank 0."""
     setting, ranks_per_node = resolve_auto(options.devices, options.ranks_per_node)
     slots = slots_of(setting)
     machine = RankReport(
@@ -134,14 +135,14 @@ def _together(options, ranks, findings: Findings) -> None:
 
 
 def kernel() -> Finding:
-    """Report whether averages on the CPU use the compiled sum."""
+    """Report whether averages on the CPU use the compiled kernel."""
     text = native.status()
     compiled = native.library() is not None
     return Finding("compiled sum", text, "good" if compiled else "note")
 
 
 def versions() -> Finding:
-    """Report versions of packages, and packages that do not work together."""
+    """Report the versions of packages, and versions that do not work together."""
     have = {}
     for name in PACKAGES:
         try:
@@ -242,7 +243,7 @@ def cards(slots: Sequence[str], top: Path = Path("/sys/class")) -> Finding:
 
 
 def disk(options) -> Finding:
-    """Report on the folder for runs: the rate of writes with fsync, file locks, and free space."""
+    """Report the rate of writes with fsync, file locks and free space of the folder for runs."""
     folder: Path = options.folder
     size = options.megabytes << 20
     try:
@@ -276,7 +277,7 @@ def disk(options) -> Finding:
 
 
 def hdf5(folder: Path) -> Finding:
-    """Write, fsync and read an HDF5 file in the folder for runs."""
+    """Report whether an HDF5 file can be written, flushed and read in the folder for runs."""
     import h5py
     import numpy as np
 
@@ -343,7 +344,7 @@ def alike(texts: Sequence[str] | None) -> list[Finding]:
 
 
 def cores(machines: Sequence[RankReport]) -> Finding:
-    """Compare the number of cores that ranks may use with the number that they would keep busy."""
+    """Report whether each host's ranks may use enough cores for the threads that they keep busy."""
     tightest = min(machines, key=lambda machine: len(machine.allowed) - machine.need)
     text = (
         f"{len(tightest.allowed)} of {tightest.cores} cores allowed on {tightest.host}, "

@@ -54,7 +54,7 @@ def describe(job: Job, nodes: int | None) -> str:
 
 
 def _row(label: str, words: str) -> list[str]:
-    """Return the lines of a TOML comment that begins with a label; at most 80 characters each."""
+    """Return a TOML comment that begins with a label, as lines of at most 80 characters."""
     return textwrap.wrap(
         f"# {label:13}{words}",
         80,
@@ -89,7 +89,7 @@ def _rates(job: Job, n: int, per_step: int, steps: int) -> list[str]:
 
 
 def _traffic(job: Job, planned: costs.Exchanges, what: costs.Subject) -> list[str]:
-    """Describe the bytes sent in an average step, compared with a ring all-reduce."""
+    """Return a text on the bytes that a node sends in an average step, and in a ring all-reduce."""
     ring = bytes_per_exchange(planned.parts.graph, ExchangeKind.GLOBAL, 0, 0, 4 * what.flat.size)
     average = planned.bytes_per_step
     ratio = f"{average / ring:.2f} x" if ring else "against"
@@ -102,7 +102,10 @@ def _traffic(job: Job, planned: costs.Exchanges, what: costs.Subject) -> list[st
 
 
 def _memory(parts: dict[str, int]) -> list[str]:
-    """Describe the memory of a node by purpose, without activations, batches and libraries."""
+    """Return a text on the memory of a node by purpose.
+
+    Activations, batches and libraries are not included.
+    """
     listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items())
     total = format_bytes(sum(parts.values()))
     return _row("memory", f"{total} per node: {listed}; activations and batches are not included")

@@ -50,7 +50,7 @@ class Findings(list[Finding]):
 
 
 def merged(findings_by_rank: Sequence[Sequence[Finding]] | None) -> list[Finding]:
-    """Merge the findings of all ranks, so that equal findings become one.
+    """Merge the findings of all ranks; findings of a test with equal level and remedy become one.
 
     If the findings of a test differ between ranks, each merged finding names its ranks.
 
@@ -85,7 +85,7 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Return a text with the remedies of all problems, and "ready" or "not ready" at its end."""
+    """Return a text with the remedies of all problems, which ends with "ready" or "not ready"."""
     notes = [
         f"note: {finding.name}: {finding.remedy}"
         for finding in findings

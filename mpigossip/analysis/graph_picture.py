@@ -1,4 +1,4 @@
-"""Plot of a graph: edges of the first rounds, and distance from the average after each round."""
+"""Plot of a graph: its edges in the first rounds, and the nodes' distance from their average."""
 
 from pathlib import Path
 from textwrap import fill
@@ -9,7 +9,9 @@ from mpigossip.store.hdf5 import replacing
 
 
 def picture(graph: Graph, out: Path) -> None:
-    """Draw the edges of the first rounds, and ‖Π W − J‖ against rounds, as a PNG.
+    """Draw the edges of the first rounds, and ‖W(t−1) … W(0) − J‖ against the round t, as a PNG.
+
+    The norm is the distance from the exact average J = 11ᵀ/n after t rounds.
 
     :param graph: the graph
     :param out: file to write
@@ -46,11 +48,14 @@ def picture(graph: Graph, out: Path) -> None:
     except StoreError:
         raise
     except ValueError as error:
-        raise GraphError(f'can\'t write "{out}": {error}') from error
+        raise GraphError(f'can\'t write "{out}": {error}; give the path of a .png file') from error
 
 
 def _draw_round(axis, graph: Graph, t: int) -> None:
-    """Draw nodes on a circle, and an arrow to each out-neighbour, coloured by its length."""
+    """Draw the nodes on a circle, with arrows to their out-neighbours in round ``t``.
+
+    The colour of an arrow shows its length.
+    """
     from math import cos, pi, sin
 
     from matplotlib import colormaps

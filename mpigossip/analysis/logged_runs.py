@@ -53,7 +53,7 @@ class LoggedRun:
 
     @cached_property
     def _clock(self) -> tuple[np.ndarray, np.ndarray]:
-        """Two arrays: numbers of steps done, and the seconds that these steps took.
+        """Two arrays: numbers of steps done, and the seconds of training up to them.
 
         The seconds are a mean over nodes.
         """
@@ -143,10 +143,10 @@ def short_names(folders: Sequence[Path], longest: int = 32) -> list[str]:
 
 
 def description(log: Log) -> str:
-    """Describe a run in a few words: algorithm, graph and number of nodes.
+    """Return a description of a run in a few words: algorithm, graph and number of nodes.
 
-    For a training of members, these are the algorithm (of a program, the optimizer) and the number
-    of places.
+    For a training of members, it consists of the algorithm (for a program, the optimizer) and the
+    number of places.
     """
     job_settings = settings(log.job)  # Logs of other programs have no settings, but can be plotted.
     keys = ["algorithm.name", "graph.name"]
@@ -157,7 +157,7 @@ def description(log: Log) -> str:
 
 
 def who(log: Log) -> str:
-    """Return the word for a participant, which is a column of the log's arrays (steps, n).
+    """Return the word for the participant to which a column of the log's arrays (steps, n) belongs.
 
     It is "place" in a training of members, and otherwise "node".
     """
@@ -175,7 +175,7 @@ def of_members(log: Log) -> bool:
 
 
 def over_nodes(function: Callable, values: np.ndarray) -> np.ndarray:
-    """Apply a function such as `np.nanmean` over the nodes of an array (steps, nodes).
+    """Apply a function such as `np.nanmean` to each row of an array (steps, nodes).
 
     The result is NaN at steps at which no node has a value; NumPy's warning about it is suppressed.
     """
@@ -185,7 +185,7 @@ def over_nodes(function: Callable, values: np.ndarray) -> np.ndarray:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Return a moving average of the finite values.
+    """Return a moving average of ``values``, in which values that are not finite are ignored.
 
     The window has 1/25 of the rows, and is shorter at both ends.
     """
@@ -201,7 +201,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def mean_ms(log: Log, part: str) -> float:
-    """Return the duration of a part of a step in milliseconds, as a mean over nodes and steps."""
+    """Return the mean duration of a part of a step, in milliseconds, over all nodes and steps."""
     values = log.steps.get(part, np.empty(0))
     finite = values[np.isfinite(values)]
     return 1e3 * float(finite.mean()) if len(finite) else 0.0

@@ -114,15 +114,15 @@ def examine(
 
 
 def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
-    """Measure steps of one node; return seconds of its parts, and the jitter.
+    """Measure steps of one node; return the seconds of the parts of a step, and the jitter.
 
-    The seconds are medians over steps of computation, averaging in the node, and update. The jitter
-    is half the distance between the 16 % and 84 % quantiles of the computation time, divided by its
-    median. For a normal distribution, this is the relative standard deviation, but rare pauses do
-    not change it. All values are means over ranks.
+    The parts are computation, averaging in the node, and update; their seconds are medians over
+    steps. The jitter is half the distance between the 16 % and 84 % quantiles of the computation
+    time, divided by its median. For a normal distribution, this is the relative standard deviation;
+    unlike the latter, it is not changed by rare pauses. All values are means over ranks.
     """
     from mpigossip.cluster.nodes import isolate_node
-    from mpigossip.cluster.ranks import SingleProcess
+    from mpigossip.cluster.world import SingleProcess
     from mpigossip.groups import devices
     from mpigossip.training import assemble
 
@@ -162,7 +162,7 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
 
 
 def _with_data(job: Job, what: Subject) -> Job:
-    """Return the job, with enough synthetic samples if this host lacks its data."""
+    """Return the job; if this host lacks its data, replace them by synthetic samples."""
     dataset, missing = data_or_stand_in(job)
     dataset.close()
     if missing and dataset.dtype == torch.int64:
@@ -202,7 +202,7 @@ def coding_seconds(wire: Wire, width: int) -> tuple[float, float]:
 
 
 def _network(what: Subject, world, combine_rate: float, budget_s: float, work_s: float):
-    """Return latency and bandwidth of each kind of exchange, and a text about the measured ranks.
+    """Return latency (s) and bandwidth (bytes/s) of each kind of exchange, and a text on the ranks.
 
     :param what: the job and its sizes
     :param world: all ranks

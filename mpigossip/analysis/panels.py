@@ -1,4 +1,4 @@
-"""Panels of a plot: one function each, drawing runs against steps, epochs or time."""
+"""Panels of a plot: each function draws one quantity of some runs against steps, epochs or time."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def loss(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None:
     """Draw a metric of the averaged model on the test set, of the nodes' models, and of training.
 
-    The nodes' models are drawn as the range between the lowest and the highest. Runs without this
-    metric are left out.
+    The nodes' models are drawn as a range from their lowest to their highest value. Runs without
+    this metric are left out.
     """
     shown = [run for run in runs if name in run.log.evaluations]
     label = "fraction of test samples" if name == "accuracy" else f"{name}{runs[0].unit(name)}"
@@ -156,7 +156,7 @@ def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None
 
 
 def _wide(axes: Axes, values: np.ndarray) -> None:
-    """Use a logarithmic axis for values if all are positive and span more than a factor of 30."""
+    """Make the vertical axis logarithmic if values are positive and span a factor above 30."""
     values = values[np.isfinite(values)]
     if len(values) and values.min() > 0 and values.max() > 30 * values.min():
         axes.set_yscale("log")
@@ -212,10 +212,10 @@ def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 
 
 def spread(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
-    """Draw the difference between the nodes' own models and the averaged model.
+    """Draw the difference between the nodes' own models and the averaged model, in a metric.
 
-    The difference is that of the task's first metric, on each node's part of the test set. The
-    panel shows its range and mean over nodes.
+    The metric is the task's first metric, on each node's part of the test set. The panel shows the
+    range and the mean of the difference over nodes.
     """
     name = next((name for run in runs for name in run.metrics), "accuracy")
     of, scale = ("% points", 100) if name == "accuracy" else (f"{name}{runs[0].unit(name)}", 1)
@@ -406,7 +406,7 @@ def key_below_title(axes: Axes) -> None:
 
 
 def _sample(label: str, **style: Any) -> Any:
-    """Return a legend entry for a line or marker, in grey because it applies to all runs."""
+    """Return a legend entry for a line style or marker; it is grey, as it applies to all runs."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], color="#444444", label=label, **style)

@@ -45,7 +45,7 @@ class HostReport:
 
 
 def seen(world: World, slots: Sequence[str]) -> HostReport:
-    """Return the description of this rank's host; collective."""
+    """Return this rank's description of its host; collective."""
     from mpi4py import MPI
 
     shared = world.comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -121,7 +121,7 @@ def nodes_of(buses: Sequence[str], system: Path = SYSTEM) -> tuple[int, ...]:
 
 
 def all_tests(world: World, slots: Sequence[str], ranks_per_node: int | str) -> list[Finding]:
-    """Return all findings about nodes and hosts; collective, complete on rank 0."""
+    """Return all findings about nodes and hosts, complete on rank 0 only; collective."""
     nodes_finding = nodes(world, ranks_per_node)
     reports = world.gather(seen(world, slots))
     return (
@@ -132,7 +132,7 @@ def all_tests(world: World, slots: Sequence[str], ranks_per_node: int | str) -> 
 
 
 def nodes(world: World, ranks_per_node: int | str) -> Finding:
-    """Group the ranks into nodes and report the nodes; collective, equal on all ranks."""
+    """Group the ranks into nodes; return the same finding on the nodes on all ranks; collective."""
     data = {"ranks_per_node": ranks_per_node}
     try:
         world.group_into_nodes(ranks_per_node)
@@ -145,7 +145,7 @@ def nodes(world: World, ranks_per_node: int | str) -> Finding:
 
 
 def judged(reports: Sequence[HostReport], per_node: int) -> list[Finding]:
-    """Judge the descriptions of all ranks; return the findings on memory, GPUs and cores.
+    """Return the findings on memory, GPUs and cores that follow from all ranks' descriptions.
 
     :param reports: descriptions by all ranks
     :param per_node: number of ranks per node
@@ -161,9 +161,9 @@ def _hosts(reports: Sequence[HostReport]) -> dict[str, list[int]]:
 
 
 def _memory(reports: Sequence[HostReport], per_node: int) -> Finding:
-    """Check that the ranks of a host share memory.
+    """Check that the ranks of a host can share memory.
 
-    Sums inside a node, and exchanges of neighbours on a host, use shared memory.
+    Averages in a node, and exchanges between neighbours on the same host, use shared memory.
     """
     largest = max(report.sharing for report in reports)
     text = f"MPI shares memory between at most {pluralize(largest, 'rank')}"
@@ -181,7 +181,7 @@ def _memory(reports: Sequence[HostReport], per_node: int) -> Finding:
 
 
 def _devices(reports: Sequence[HostReport], per_node: int) -> Finding:
-    """Check the GPUs of each host: no two ranks share one, each rank sees all, and none is idle."""
+    """Check that the ranks of a host share no GPU, each see all GPUs, and leave no GPU idle."""
     data = {"visible": [p.visible for p in reports], "there": [p.gpu_count for p in reports]}
     if not any(report.gpu_count for report in reports):
         return Finding("gpus", "none on these hosts", data=data)

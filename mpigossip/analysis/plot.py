@@ -24,7 +24,7 @@ LINE = 0.21
 
 
 def plot(runs: Sequence[Path], out: Path) -> None:
-    """Write one PNG file that compares runs, which are distinguished by colour, line and marker.
+    """Write a PNG file that compares runs; each run has its own colour, line style and marker.
 
     The panels show the loss and the task's metrics against steps and against training time, the
     consensus distance, the difference between the nodes' models, the time of a step, the bytes
@@ -95,7 +95,8 @@ def _training_curve(runs: Sequence[LoggedRun]) -> Figure:
 def _heights(runs: Sequence[LoggedRun]) -> list[float]:
     """Return the height of each row of panels, in inches, from top to bottom.
 
-    The row with the times of a step is higher if there are many runs, because each has a bar.
+    The panel with the time of a step has a bar for each run, so its row is higher if there are many
+    runs.
     """
     metrics = {name for run in runs for name in run.metrics}
     bars = max(HIGH, 1 + LINE * len(runs))  # a bar and its name for each run

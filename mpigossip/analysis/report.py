@@ -49,7 +49,7 @@ FINDINGS = "doctor.json"
 
 
 def table(log: Log) -> str:
-    """Return a text about a run: a table of its evaluations, the time of a step, the summary."""
+    """Return a text about a run: a table of evaluations, the parts of a step, and the summary."""
     evaluations = log.evaluations
     unknown = np.full((len(evaluations["step"]), 1), np.nan)
     metrics = metrics_in(evaluations)
@@ -225,7 +225,7 @@ def _result(runs: Sequence[LoggedRun]) -> tuple[list[str], list[tuple[list[str],
 
 
 def _formatted(value: Any, form: str) -> str:
-    """Format a number of a summary by ``form``; return other values as plain text."""
+    """Format a number of a summary by the format ``form``; return other values as plain text."""
     try:
         return form.format(value)
     except (ValueError, TypeError):
@@ -240,7 +240,7 @@ def _picture(runs: Sequence[LoggedRun]) -> str:
 
 
 def _jobs(runs: Sequence[LoggedRun]) -> list[tuple[str, str]]:
-    """Return pairs (name, text): the first run's job, and how each other run's job differs."""
+    """Return pairs (name, text): the first run's job, and the differences of the other jobs."""
     first, *others = runs
     parts = [(first.name, first.log.job)]
     for run in others:
@@ -255,9 +255,9 @@ def _jobs(runs: Sequence[LoggedRun]) -> list[tuple[str, str]]:
 
 
 def stays(run: Path) -> str:
-    """Describe how each place of a training of members has ended, and count repeated claims.
+    """Return a text on how each place of a training of members has ended, and on repeated claims.
 
-    Return "" for other runs.
+    For other runs, return "".
     """
     if not (run / "places").is_dir():
         return ""

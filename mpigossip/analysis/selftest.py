@@ -1,4 +1,4 @@
-"""Tests that use MPI: its library, support of GPU memory, and puts to each neighbour.
+"""Tests that use MPI: the MPI library, its support of GPU memory, and puts to each neighbour.
 
 All functions are collective; findings are complete on rank 0.
 """
@@ -15,7 +15,7 @@ from mpi4py import MPI
 from mpigossip.analysis import trials
 from mpigossip.analysis.findings import Finding, Findings, watched
 from mpigossip.analysis.timing import stopwatch
-from mpigossip.cluster.ranks import World
+from mpigossip.cluster.mpi_world import MPIWorld
 from mpigossip.config.errors import Failure, UserError
 from mpigossip.config.readable import pluralize
 from mpigossip.graphs import Graph, graph
@@ -36,7 +36,7 @@ LEVELS = "SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE"
 
 
 def all_tests(
-    options, world: World, slots: Sequence[str], devices: str, findings: Findings
+    options, world: MPIWorld, slots: Sequence[str], devices: str, findings: Findings
 ) -> None:
     """Run all tests that need MPI, and add their findings.
 
@@ -82,10 +82,11 @@ def all_tests(
         )
 
 
-def attempted(world: World, name: str, work: Callable[[], Finding]) -> Finding:
-    """Run a test; if it raises an error on any rank, return a finding about that. Collective.
+def attempted(world: MPIWorld, name: str, work: Callable[[], Finding]) -> Finding:
+    """Run a test and return its finding; collective.
 
-    Such a finding has the level "wrong" and names the rank and its error.
+    If the test raises an error on any rank, return a finding of the level "wrong" that names the
+    rank and its error.
 
     :param world: all ranks
     :param name: name of the finding
@@ -107,7 +108,7 @@ def attempted(world: World, name: str, work: Callable[[], Finding]) -> Finding:
     return Finding(name, "failed", "wrong", f"{where}{more}: {first}")
 
 
-def sums(world: World, slots: Sequence[str], timeout_s: float) -> Finding:
+def sums(world: MPIWorld, slots: Sequence[str], timeout_s: float) -> Finding:
     """Test the sums over the slots of each node, with each implementation (`node.sums`)."""
     count = len(slots) * world.nodes.per_node
     elements = 1 << 20
@@ -118,8 +119,8 @@ def sums(world: World, slots: Sequence[str], timeout_s: float) -> Finding:
     return Finding("node", text, data={"slots": count, "bytes_per_second": rates})
 
 
-def library(world: World) -> Finding:
-    """Report the MPI library, its thread level, its way to send, and the number of ranks."""
+def library(world: MPIWorld) -> Finding:
+    """Report the MPI library, its thread level, its network layer, and the number of ranks."""
     name = " ".join(MPI.Get_library_version().split("\n")[0].split())[:80].strip("\0 ")
     level = next(
         name_of_level
@@ -161,7 +162,7 @@ def library(world: World) -> Finding:
 # -- puts -------------------------------------------------------------------------------------
 
 
-def puts(world: World, test_graph: Graph, size: int, activities: list[str]) -> Finding:
+def puts(world: MPIWorld, test_graph: Graph, size: int, activities: list[str]) -> Finding:
     """Test MPI's Put and Flush from all ranks to their out-neighbours at the same time.
 
     :param world: all ranks
@@ -190,10 +191,10 @@ def puts(world: World, test_graph: Graph, size: int, activities: list[str]) -> F
     return _judge(world, links, problems, size)
 
 
-def _targets(world: World, test_graph: Graph, t: int) -> list[tuple[int, int]]:
-    """Return the targets of this rank's puts in round ``t``: (rank, index in its inbox).
+def _targets(world: MPIWorld, test_graph: Graph, t: int) -> list[tuple[int, int]]:
+    """Return the targets of this rank's puts in round ``t``, as pairs (rank, index in its inbox).
 
-    They are its out-neighbours. A single rank puts to itself.
+    The targets are the out-neighbours of this rank. A single rank puts to itself.
     """
     if world.size == 1:
         return [(0, 0)]
@@ -203,11 +204,11 @@ def _targets(world: World, test_graph: Graph, t: int) -> list[tuple[int, int]]:
     ]
 
 
-def _round(world: World, test_graph: Graph, t: int, size: int, window) -> list:
+def _round(world: MPIWorld, test_graph: Graph, t: int, size: int, window) -> list:
     """Measure the puts of round ``t``; return (from, to, seconds, seconds) for each link.
 
-    The first time is for a small put, the second for a large one. Each is the shortest time of some
-    repeats.
+    The first time is for a small put, the second for a large put. Each is the shortest time of
+    several repeats.
 
     :param world: all ranks
     :param test_graph: the graph
@@ -232,7 +233,7 @@ def _round(world: World, test_graph: Graph, t: int, size: int, window) -> list:
     return [(world.rank, target, *seconds) for (target, _), seconds in best.items()]
 
 
-def _check(world: World, test_graph: Graph, t: int, size: int, memory: np.ndarray) -> list[str]:
+def _check(world: MPIWorld, test_graph: Graph, t: int, size: int, memory: np.ndarray) -> list[str]:
     sources = [0] if world.size == 1 else [int(j) for j in test_graph.neighbours(t, world.rank)[0]]
     return [
         f"rank {world.rank} received wrong data from rank {source}"
@@ -241,7 +242,7 @@ def _check(world: World, test_graph: Graph, t: int, size: int, memory: np.ndarra
     ]
 
 
-def _judge(world: World, links: list, problems: list[str], size: int) -> Finding:
+def _judge(world: MPIWorld, links: list, problems: list[str], size: int) -> Finding:
     gathered = world.gather((links, problems))
     if gathered is None:
         return Finding("put", "")
@@ -285,10 +286,10 @@ def _judge(world: World, links: list, problems: list[str], size: int) -> Finding
 # -- GPU-awareness ----------------------------------------------------------------------------
 
 
-def gpu_awareness(world: World, on_gpus: bool) -> Finding:
-    """Report whether the MPI library says that it supports GPU memory.
+def gpu_awareness(world: MPIWorld, on_gpus: bool) -> Finding:
+    """Report whether the MPI library claims to support GPU memory.
 
-    The exchanges between GPUs, which are tested separately, show whether that is true.
+    Exchanges between GPUs, which are tested separately, show whether this claim is true.
     """
     support = reported_gpu_support(world.comm)
     text = "MPI reports " + ", ".join(

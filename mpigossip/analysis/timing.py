@@ -81,7 +81,7 @@ def arithmetic(comm: MPI.Comm, seconds: float) -> Work:
     """Return a function that multiplies matrices for a given time; collective.
 
     :param comm: ranks that compute at the same time
-    :param seconds: seconds that a call should take on the slowest of them
+    :param seconds: seconds that a call of the function should take on the slowest rank
     """
     matrix = torch.ones(192, 192)
 

@@ -20,8 +20,7 @@ from mpigossip.analysis.findings import Finding
 from mpigossip.analysis.timing import stopwatch, take_turns
 from mpigossip.cluster.local_devices import slots_of
 from mpigossip.cluster.process_groups import is_gpu
-from mpigossip.cluster.ranks import SingleProcess
-from mpigossip.cluster.world import World
+from mpigossip.cluster.world import SingleProcess, World
 from mpigossip.config import Job
 from mpigossip.config.readable import pluralize
 from mpigossip.graphs import Graph
@@ -74,8 +73,8 @@ def averaged_in_node(
 def rate(slots: int, elements: int, seconds: float) -> float:
     """Return the bytes per second that each slot sends in an average over ``slots`` slots.
 
-    Of L slots, each sends (L − 1)/L of its elements in the reduce-scatter, and as many again in
-    the all-gather.
+    If a node has L slots, each slot sends (L − 1)/L of its elements in the reduce-scatter, and
+    equally many in the all-gather.
     """
     return 2 * (slots - 1) * 4 * elements / seconds
 
@@ -87,7 +86,7 @@ def _averaged(group: Group, elements: int) -> float:
     _wait(group)
 
     def average() -> None:
-        """Average over the slots. A second average must not change the result of the first."""
+        """Average over the slots of the node; repeating this must not change the result."""
         group.all_gather(group.reduce_scatter_mean(full), full)
         _wait(group)
 
@@ -156,7 +155,7 @@ def rates(
 
 
 def _on_gpus_fit(size: int, slots: Sequence[str]) -> bool:
-    """Return whether eight messages fit into half of the free memory of each GPU."""
+    """Return whether eight messages per slot fit into half of the free memory of each GPU."""
     slots_of_gpu = {slot: slots.count(slot) for slot in slots if slot != "cpu"}
     return all(
         16 * size * many <= torch.cuda.mem_get_info(slot)[0] for slot, many in slots_of_gpu.items()
@@ -241,7 +240,7 @@ def _try_out(
 
 
 def _finish_round(mixer: Mixer, t: int, mixed: list) -> None:
-    """Exchange the messages of round ``t``; replace the content of ``mixed`` by the results."""
+    """Exchange the messages of round ``t``, and store the averages in the list ``mixed``."""
     mixer.start(ExchangeKind.GOSSIP, t)
     mixed[:] = mixer.finish()[1]
 
@@ -261,7 +260,7 @@ def routes(
     :param slots: devices of this rank's slots
     :param size: bytes of a message
     :param activities: list to which the present activity is added
-    :param gpus: use the code for GPUs even if the slots are CPUs
+    :param gpus: whether to use the code for GPUs even if the slots are CPUs
     """
     ways = {
         r: "read (same host)" if host == world.hosts[world.rank] else "put (another host)"

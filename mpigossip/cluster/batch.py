@@ -1,4 +1,4 @@
-"""Batch scripts: a scheduler's template, filled in with a site's properties and a user's job.
+"""Batch scripts: the template of a scheduler, filled in for a site (a machine) and a user's job.
 
 Sites are TOML files (`jobs/sites/*.toml`), and there is one template for each scheduler
 (`jobs/templates/*.sh`). Text from a job, a command line or a site's file is checked and quoted
@@ -45,7 +45,7 @@ RequiredOption = Literal["account", "partition", "qos"]
 
 @dataclass(frozen=True, kw_only=True)
 class Workaround:
-    """Environment variables that avoid a fault of a site's software, with date and link."""
+    """Environment variables that avoid a known fault of a site's software."""
 
     what: Line
     since: Line
@@ -57,7 +57,7 @@ class Workaround:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """The properties of a machine that a batch script needs."""
+    """The properties of a site, which is a machine with a scheduler, that a batch script needs."""
 
     title: Line
     link: Line
@@ -122,12 +122,12 @@ PREFIX = {"slurm": "#SBATCH", "pbs": "#PBS", "flux": "#flux:"}
 
 
 def sites() -> dict[str, Path]:
-    """Return the sites that come with the package, by name."""
+    """Return the files of the sites that come with the package, by the name of the site."""
     return {path.stem: path for path in sorted(find("sites").glob("*.toml"))}
 
 
 def read_site(name: str) -> Site:
-    """Read a site.
+    """Read the file of a site.
 
     :param name: name of a site of the package, or path of a TOML file
     :raises JobError: if the site is unknown, or if its file is wrong; the message lists all
@@ -136,13 +136,20 @@ def read_site(name: str) -> Site:
     known = sites()
     path = Path(name) if name.endswith(".toml") else known.get(name)
     if path is None:
-        raise JobError(f'site "{name}" is unknown: {near(name, known)}, or the path of a .toml')
+        raise JobError(
+            f'site "{name}" is unknown: {near(name, known)}, or give the path of a .toml file'
+        )
     try:
         raw = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise JobError(f'site "{path}" can\'t be read: {error.strerror}') from None
+        raise JobError(
+            f'site "{path}": this file can\'t be read ({error.strerror}); correct the path or the '
+            "file's permissions"
+        ) from None
     except ValueError as error:
-        raise JobError(f'site "{path}" is not TOML: {error}') from None
+        raise JobError(
+            f'site "{path}": this file is not TOML ({error}); correct this line of the file'
+        ) from None
     try:
         site = structure(raw, Site)
     except JobError as error:
@@ -160,7 +167,10 @@ def read_site(name: str) -> Site:
 
 
 def seconds_of(text: str) -> int:
-    """Return the seconds of a time limit such as "90" (minutes), "2h", "30m" or "1-12:00:00"."""
+    """Return the seconds of a time limit such as "90" (minutes), "2h", "30m" or "1-12:00:00".
+
+    :raises JobError: if the text has no such form, or is below a minute or above 366 days
+    """
     if match := re.fullmatch(r"(\d{1,6})([smhd]?)", text, re.ASCII):
         seconds = int(match[1]) * {"s": 1, "": 60, "m": 60, "h": 3600, "d": 86400}[match[2]]
     elif match := re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,4}):(\d\d):(\d\d)", text, re.ASCII):
@@ -168,10 +178,11 @@ def seconds_of(text: str) -> int:
         seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
     else:
         raise JobError(
-            f'--time "{text}": give minutes, or a form such as 30m, 2h, 4:00:00, 1-12:00:00'
+            f'--time "{text}": must be a number of minutes, such as 90, or have a form such as '
+            "30m, 2h, 4:00:00 or 1-12:00:00"
         )
     if not 60 <= seconds <= 366 * 86400:
-        raise JobError(f'--time "{text}": must be from one minute to a year')
+        raise JobError(f'--time "{text}": must be at least one minute and at most 366 days (366d)')
     return seconds
 
 
@@ -181,7 +192,7 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, request: Ba
     :param site: the site
     :param job: path of the job file
     :param settings: settings that override the job file, as on the command line
-    :param run: run directory, in which the script looks for a checkpoint of an earlier attempt
+    :param run: run directory; if it contains a checkpoint, the script resumes from it
     :param request: the user's request
     :raises JobError: if arguments are wrong; the message lists all problems
     """
@@ -220,7 +231,7 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, request: Ba
 
 
 def assigns_gpus(site: Site) -> bool:
-    """Return whether a job of this site gets GPUs: only Slurm assigns none without a request."""
+    """Return whether a job on this site gets GPUs; without a request, it gets none from Slurm."""
     return site.scheduler != "slurm" or site.gpus > 0 or _names_gpus(site)
 
 
@@ -260,14 +271,15 @@ def _find_problems(site: Site, texts: Iterable[str], request: BatchRequest) -> l
             "to its file, or give --launcher"
         )
     if request.nodes < 1:
-        problems.append(f"--nodes {request.nodes}: at least 1 node is needed")
+        problems.append(f"--nodes {request.nodes}: must be at least 1")
     for option in ("account", "partition", "qos"):
         value = getattr(request, option)
         if value is None and option in site.needs:
-            problems.append(f"--{option}: {site.title} requires it")
+            problems.append(f"--{option}: {site.title} requires this option; add --{option} NAME")
         elif value is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]*", value):
             problems.append(
-                f"--{option} {value!r}: letters, digits and any of _ . , + - are allowed"
+                f"--{option} {value!r}: must consist of letters, digits and any of _ . , + -, and "
+                "begin with a letter, a digit or _"
             )
     return problems
 
@@ -311,7 +323,10 @@ def _quote_command(command: str) -> str:
     try:
         return " ".join(map(_quote_word, shlex.split(command)))
     except ValueError as error:
-        raise JobError(f"launcher {command!r}: {error}") from None
+        raise JobError(
+            f"launcher {command!r}: this command can't be split into words ({error}); correct its "
+            "quotes"
+        ) from None
 
 
 def _quote_word(text: str) -> str:

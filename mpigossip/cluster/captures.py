@@ -2,7 +2,8 @@
 
 In torch's default mode, "global", a CUDA call of any other thread ends a capture with an error.
 Exchanges in flight are therefore finished before such a capture begins. On AMD GPUs with ROCm 7.0
-to 7.2, the query of an event ends a capture in any mode, so that watchdogs pause meanwhile.
+to 7.2, the query of an event ends a capture in any mode, so the threads of this package must not
+query events during a capture (:func:`between_captures`).
 """
 
 import contextlib
@@ -28,14 +29,20 @@ _exchanging: WeakSet[Settles] = WeakSet()
 
 
 def settle_before_captures(mixer: Settles) -> None:
-    """Call ``mixer.settle()`` before each capture in the mode "global", as long as it exists."""
+    """Call ``mixer.settle()`` before each capture in the mode "global", until it is deleted.
+
+    :param mixer: object with exchanges in flight; this module does not keep it alive
+    """
     observe_captures()
     _exchanging.add(mixer)
 
 
 @contextlib.contextmanager
 def between_captures() -> Iterator[bool]:
-    """Return a context manager in which no capture begins; its value is False during a capture."""
+    """Return a context manager in which no capture begins.
+
+    The value of ``with … as`` is True if no capture is in progress, and False otherwise.
+    """
     with _lock:
         yield not _capturing
 

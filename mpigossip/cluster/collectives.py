@@ -33,18 +33,19 @@ that it applies to opening a window, too, which takes longer."""
 def bounded_call(comm: MPI.Comm, call: str, timeout_s: float) -> Iterator[None]:
     """Return a context manager for one blocking call on ``comm``, preceded by a barrier.
 
-    The barrier names the ranks that do not arrive within twice the time limit; it is longer than
-    the limit because rank 0 may have work of its own before the call. A blocking call cannot be
-    interrupted. If it does not return within `INFORM_S`, a thread waits for its end in place of the
-    rank, and exchanges status messages with the other ranks. If it does not return in time, the
-    thread raises an error, which ends the job. The error names the call, and the ranks from which
-    no message has arrived: all of their threads are stopped, or they are unreachable. No rank is
-    named if MPI provides less than THREAD_MULTIPLE.
+    The barrier waits for twice the time limit, because rank 0 may have more to do before the call
+    than other ranks; its error names the ranks that have not arrived.
+
+    A blocking call cannot be interrupted. If it does not return within `INFORM_S`, a thread waits
+    for its end in place of the rank, and exchanges status messages with the other ranks. If it does
+    not return within the time limit, the thread raises an error, which ends the job. The error
+    names the call, and the ranks from which no message has arrived: all of their threads are
+    stopped, or they are unreachable. No rank is named if MPI provides less than THREAD_MULTIPLE.
 
     :param comm: communicator of the call
     :param call: name of the call in messages
     :param timeout_s: time limit in seconds; at least `MINIMUM_S` is used
-    :raises WaitTimeoutError: if a rank does not arrive at the barrier
+    :raises WaitTimeoutError: if a rank does not arrive at the barrier within twice the time limit
     """
     check_process()
     limit = max(timeout_s, MINIMUM_S)
@@ -90,9 +91,9 @@ def bounded_call(comm: MPI.Comm, call: str, timeout_s: float) -> Iterator[None]:
 
 
 class TimeoutComm(MPI.Intracomm):
-    """Communicator whose blocking calls have a time limit, by :func:`bounded_call`.
+    """Communicator of mpi4py whose blocking calls have a time limit (:func:`bounded_call`).
 
-    Communicators that these calls return have the same time limit.
+    A communicator that such a call returns has the same time limit.
     """
 
     timeout_s = TIMEOUT_S
@@ -112,7 +113,7 @@ class TimeoutComm(MPI.Intracomm):
 
 
 def _with_limit(name: str) -> Callable[..., Any]:
-    """Return a method of TimeoutComm that calls the method ``name`` of mpi4py."""
+    """Return a method that calls the method ``name`` of mpi4py's communicator with a time limit."""
 
     def call(self: TimeoutComm, *args: Any, **kwargs: Any) -> Any:
         with bounded_call(self, f"MPI's {name}", self.timeout_s):
@@ -136,11 +137,12 @@ open_windows: list[MPI.Win] = []
 def open_window(
     make: Callable[..., MPI.Win], memory: Any, comm: Any, hints: dict[str, str] | None = None
 ) -> MPI.Win:
-    """Open a window with passive access to all ranks; collective.
+    """Open an MPI window and start passive access to the memory of all ranks; collective.
 
     :param make: constructor such as ``MPI.Win.Allocate``
-    :param memory: first argument of ``make``: number of bytes, or memory
-    :param comm: communicator of the window
+    :param memory: first argument of ``make``: number of bytes to allocate, or existing memory
+    :param comm: communicator of the window; without an attribute ``timeout_s``, `TIMEOUT_S` is the
+        time limit
     :param hints: keys and values of the window's ``MPI_Info``; an MPI ignores unknown keys
     """
     info = MPI.Info.Create() if hints else MPI.INFO_NULL
@@ -167,7 +169,7 @@ def open_shared(comm: Any, nbytes: int) -> tuple[MPI.Win, list[MPI.buffer]]:
     """Open a window of shared memory; collective over ``comm``.
 
     :param comm: communicator of ranks of one host
-    :param nbytes: bytes of memory of each rank, which are rounded up to pages
+    :param nbytes: number of bytes that this rank contributes, which is rounded up to whole pages
     :return: the window, and the memory of each rank of ``comm``
     """
     window = open_window(MPI.Win.Allocate_shared, round_up_to_pages(nbytes), comm)
@@ -175,23 +177,24 @@ def open_shared(comm: Any, nbytes: int) -> tuple[MPI.Win, list[MPI.buffer]]:
 
 
 def close_window(window: MPI.Win, comm: MPI.Comm) -> None:
-    """Free ``window`` when all ranks have called this; collective over ``comm``.
+    """Wait until all ranks have called this, then free ``window``; collective over ``comm``.
 
-    The wait has no time limit, because another rank may still have work left at the end of a run.
+    The wait has no time limit, because another rank may compute for long before it closes its
+    windows.
     """
     with bounded_call(comm, "MPI's Win.Free", float("inf")):
         _free(window)
 
 
 def register_windows(windows: Iterable[MPI.Win]) -> None:
-    """Add windows that were opened by other means to `open_windows`, unless they are there."""
+    """Add windows that :func:`open_window` has not opened to `open_windows`, each only once."""
     for window in windows:
         if not any(other is window for other in open_windows):
             open_windows.append(window)
 
 
 def _free(window: MPI.Win) -> None:
-    """End the access to ``window`` and free it; collective."""
+    """End the passive access to ``window`` and free it; collective."""
     open_windows[:] = [other for other in open_windows if other is not window]
     window.Unlock_all()
     window.Free()
@@ -200,8 +203,9 @@ def _free(window: MPI.Win) -> None:
 def free_open_windows(comm: MPI.Comm) -> None:
     """Free the windows that an exception has left open on all ranks; collective over ``comm``.
 
-    Between hosts, MPICH's ``MPI_Finalize`` fails if a window is open: "fabricclose failed". If
-    ranks have different numbers of open windows, freeing them could hang, so they stay open.
+    If ranks of several hosts have an open window, MPICH's ``MPI_Finalize`` fails with "fabricclose
+    failed". If the ranks have different numbers of open windows, freeing them could hang, so they
+    stay open.
     """
     counts = np.array([len(open_windows), -len(open_windows)])
     comm.Allreduce(MPI.IN_PLACE, counts, MPI.MIN)

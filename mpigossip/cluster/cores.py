@@ -25,7 +25,11 @@ def allowed() -> frozenset[int]:
 
 
 def fingerprint(cores: Set[int], boot: Path = BOOT) -> int:
-    """Return a hash that is equal for processes on one host that may use the same ``cores``."""
+    """Return a hash that is equal for two processes if both their hosts and their ``cores`` are.
+
+    :param cores: numbers of the cores that this process may use
+    :param boot: file with the identifier of the host's last start; tests pass another file
+    """
     try:
         machine = boot.read_text("utf-8")
     except OSError:
@@ -34,10 +38,11 @@ def fingerprint(cores: Set[int], boot: Path = BOOT) -> int:
 
 
 def near_network(cores: Set[int], sysfs: Path = SYSFS) -> frozenset[int]:
-    """Return the ``cores`` in the NUMA node of an RDMA card, or of an active network card.
+    """Return the cores near a network card, chosen from ``cores``.
 
-    If the system does not report the NUMA node of a card, or if no core is in it, all ``cores`` are
-    returned.
+    They are the cores in the NUMA nodes of RDMA cards, or if there are none, in the NUMA nodes of
+    active network cards. If there are none either, or if the system reports no NUMA nodes, they are
+    all ``cores``.
 
     :param cores: numbers of cores to choose from
     :param sysfs: folder in which Linux describes the hardware; tests pass another folder
@@ -59,8 +64,8 @@ def for_messages(
 ) -> frozenset[int]:
     """Return the core of the progress thread of one of ``sharing`` processes, as a set.
 
-    If there are too few cores for one more thread per process, the set is empty: the operating
-    system then places the thread better.
+    If there are too few cores for one more thread per process, the set is empty, because the
+    operating system then places the thread better.
 
     :param cores: cores that the processes share
     :param threads: number of threads that compute, per process
@@ -99,7 +104,7 @@ def pick_communication_core(
 
 
 def _network(sysfs: Path) -> list[Path]:
-    """Return the folders of the active network cards."""
+    """Return the folders in which Linux describes the active network cards."""
     cards = sorted((sysfs / "class/net").glob("*"))
     return [card for card in cards if _read(card / "operstate") == "up"]
 

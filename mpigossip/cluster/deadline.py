@@ -109,19 +109,19 @@ def answer(own_status: int) -> None:
 
 
 class user_call:
-    """Context of a call of the user's program that all ranks have to make.
+    """Context manager for a call of the user's program that all ranks have to make.
 
-    If a wait inside it reaches its time limit, the errors of this rank and of the others name the
-    call.
+    If a wait inside the call reaches its time limit, the errors of this rank and of the other ranks
+    name the call.
     """
 
     def __init__(self, name: str, ordered: bool = True):
         """Prepare the context; it may be entered several times, one after the other.
 
         :param name: name of the call with its parentheses, such as "step()"
-        :param ordered: whether all ranks make this call at the same position among their ordered
-            calls. If two ranks wait in different ordered calls of the same number, their waits can
-            never end
+        :param ordered: whether all ranks make this call at the same position in their sequence of
+            ordered calls. If two ranks wait in different calls at the same position, their waits
+            can never end
         """
         self._name = name
         self._ordered = ordered
@@ -148,10 +148,10 @@ class user_call:
 def calling_unless(name: str, ordered: bool) -> contextlib.AbstractContextManager[None]:
     """Return a :class:`user_call`, or a context without effect if this rank is in a call already.
 
-    The outer call tells a user more, because it is the one in the program.
+    Errors should name the outer call, because this is the call that the user's program contains.
 
-    :param name: as of :class:`user_call`
-    :param ordered: as of :class:`user_call`
+    :param name: as for :class:`user_call`
+    :param ordered: as for :class:`user_call`
     """
     return contextlib.nullcontext() if this_rank.call else user_call(name, ordered)
 
@@ -160,8 +160,8 @@ def calling_unless(name: str, ordered: bool) -> contextlib.AbstractContextManage
 def paused() -> Iterator[None]:
     """Suspend the time limits of other ranks inside this block.
 
-    A rank uses this for long work that the others have to wait for.
-    Waits for this rank, and waits for ranks that wait for it, do not end at their limit meanwhile.
+    A rank uses this for long work that the other ranks have to wait for. In the meantime, a wait
+    for this rank does not end at its limit, nor does a wait for a rank that waits for this rank.
     """
     entered = False
     try:
@@ -191,7 +191,7 @@ class PauseExtension:
         self._paused = False
 
     def extends(self) -> bool:
-        """Return whether any rank is paused, or was at the last call of this method."""
+        """Return whether any rank is paused now, or was paused at the last call of this method."""
         before = self._paused
         self._paused = any_rank_paused()
         return before or self._paused
@@ -201,12 +201,13 @@ class PauseExtension:
 def announce_end(step_count: int, end_status: int = CLOSING, what: str = "loop") -> Iterator[None]:
     """Mark this block as the end of a loop, or of a world.
 
-    No message is sent. A rank that waits for this one sends its own status when its wait is long;
-    this rank answers with ``end_status``.
+    No message is sent at once. A rank that waits for this rank for long sends its own status; this
+    rank then answers with ``end_status``.
 
     :param step_count: number of steps that this rank has made
     :param end_status: status of this rank while it waits inside the block
-    :param what: name of the thing that ends, which follows `END_PREFIX` in the name of the call
+    :param what: name of the thing that ends, such as "loop"; error messages name the call by
+        `END_PREFIX` and this name
     """
     before = this_rank.status
     this_rank.steps = step_count
@@ -222,10 +223,11 @@ class WaitTimeoutError(Failure, TimeoutError):
     """Error of a wait that reached its time limit; the message names the awaited event."""
 
     def __init__(self, message: str, code: int = 0):
-        """Store the message and the exit code of this process.
+        """Store the message, and the exit code with which this process has to end.
 
         :param message: text of the error
-        :param code: exit code of the rank whose departure ended the wait; 0: use `FAILED`
+        :param code: exit code of the rank whose departure ended the wait; 0: this process ends with
+            `FAILED`
         """
         super().__init__(message)
         self.code = code or FAILED
@@ -249,9 +251,10 @@ def judge_wait(
 
     :param elapsed: seconds since the time limit was started last
     :param limit: time limit in seconds
-    :param since_sigterm: seconds for which the wait has lasted after a SIGTERM; not positive: none
-    :param is_paused: whether any rank is paused, which suspends the limit and a SIGTERM
-    :param departed_code: exit code of an awaited rank that will never come; None if there is none
+    :param since_sigterm: seconds for which the wait has lasted since this process received SIGTERM;
+        zero or negative: it has received none
+    :param is_paused: whether any rank is paused; then neither the limit nor a SIGTERM ends the wait
+    :param departed_code: exit code of an awaited rank that never takes part; None if there is none
     """
     is_late = not is_paused and elapsed >= limit
     is_terminated = not is_paused and since_sigterm >= TERM_S
@@ -261,10 +264,12 @@ def judge_wait(
 
 
 def start_watchdog(seconds: float, action: Callable[..., object], *args: Any) -> threading.Timer:
-    """Call ``action(*args)`` in another thread after ``seconds``, unless the result is cancelled.
+    """Return a timer that calls ``action(*args)`` in another thread, unless it is cancelled before.
 
-    A watchdog limits a call that this process cannot interrupt, such as a call of MPI. It does not
-    prevent the exit of the process.
+    Such a watchdog limits a call that this process cannot interrupt, such as a call of MPI. It does
+    not prevent the exit of the process.
+
+    :param seconds: seconds from now after which the timer makes the call
     """
     timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), action, args)
     timer.daemon = True
@@ -293,15 +298,18 @@ class Deadline:
     ) -> float:
         """Poll until ``predicate()`` is true; return the seconds waited.
 
-        The wait first polls without a sleep. Between later polls it sleeps for 20 µs, growing to
-        1 ms. A short wait therefore has little latency, and a long one leaves the core to others.
+        The wait first polls for 50 µs without a sleep. It then sleeps between polls, at first for
+        20 µs and later for up to 1 ms. A short wait therefore has little latency, and a long one
+        leaves the core to others.
 
         :param predicate: function that is polled; the wait ends when its result is true
-        :param what: function that describes the wait; it is called at the deadline only
+        :param what: function that returns the beginning of the error's message; it is called at the
+            deadline only
         :param rest: function that may sleep instead of this method, and returns whether it did
-        :param awaited_ranks: function that returns the awaited ranks of the world; none stands for
-            all. Other ranks are then informed of a long wait, and the error names the rank at
-            fault (`waits`). None: no rank is informed or named
+        :param awaited_ranks: function that returns the ranks of the world that this wait needs; if
+            it returns no rank, the wait needs all ranks. Other ranks are then informed of a long
+            wait, and the error names the rank at fault (`waits`). If this parameter is None, no
+            rank is informed or named
         :param departures: whether the wait ends early if an awaited rank has departed or waits in
             another call
         :raises WaitTimeoutError: at the deadline; earlier, if an awaited rank has departed or waits
@@ -367,7 +375,7 @@ class Deadline:
                 pause = min(LONGEST_S, 1.2 * pause)
 
     def _error(self, verdict: Verdict, what: str, wait: Any, waited: float) -> WaitTimeoutError:
-        """Return the error of a wait that ends.
+        """Return the error with which a wait ends.
 
         :param verdict: reasons for which the wait ends
         :param what: description of the wait
@@ -385,10 +393,12 @@ class Deadline:
 def sharp_timers() -> Callable[[], None]:
     """Let short sleeps of this thread, and of the threads that it starts, end on time.
 
-    By default, Linux lets a sleep last up to 50 µs longer than requested. This is changed on Linux
-    only. The interpreter's switch interval is reduced to `SWITCH_S`, if it is longer.
+    By default, Linux lets a sleep last up to 50 µs longer than requested; this function removes the
+    delay. On all systems, it reduces the interpreter's switch interval to `SWITCH_S` if the
+    interval is longer.
 
-    :return: function that restores the switch interval, unless other code has changed it since
+    :return: function that restores the interpreter's previous switch interval, unless other code
+        has changed the interval in the meantime
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(SWITCH_S, before))
@@ -403,7 +413,7 @@ def sharp_timers() -> Callable[[], None]:
 
 
 def prctl(option: int, value: int) -> None:
-    """Set an attribute of this thread or process by Linux's ``prctl``; elsewhere do nothing.
+    """Set an attribute of this thread or process by Linux's ``prctl``; do nothing on other systems.
 
     :param option: number of the attribute, a constant PR_SET_…
     :param value: new value of the attribute

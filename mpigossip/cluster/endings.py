@@ -1,10 +1,10 @@
-"""How a process with an open world ends: one table of causes and states of the other ranks.
+"""End of a process with an open world: a table of its next action.
 
-A process determines the state of the other ranks at two points: in the exception hook
-(`World._uncaught` in `ranks`), if an exception was not caught, and at the exit of the interpreter
-(`ExitHandler._leave` in `process`). At each point, :data:`ACTIONS` contains its next action. The
-table does not apply to a fork, nor to the exit of a rank that has survived the failure of another
-rank. Both exit without `MPI_Finalize`.
+The action depends on the cause of the end and on the state of the other ranks. A process determines
+both at two points: in the exception hook (`MPIWorld._uncaught`), if an exception was not
+caught, and at the exit of the interpreter (`ExitHandler._leave` in `process`). At each point, it
+looks up its next action in :data:`ACTIONS`. The table does not apply to a fork, nor to the exit of
+a rank that has survived the failure of another rank. Both exit without `MPI_Finalize`.
 """
 
 import enum
@@ -42,8 +42,8 @@ class Others(enum.Enum):
     def of(cls, error_keys: Sequence[bytes] | None) -> "Others":
         """Return the state of the other ranks if this rank ends by an exception.
 
-        :param error_keys: key of each rank's exception; None if some rank has not ended by
-            an exception
+        :param error_keys: key of each rank's exception, which is equal for equal exceptions; None
+            if some rank has not ended by an exception
         """
         if error_keys is None:
             return cls.RUNNING
@@ -51,7 +51,10 @@ class Others(enum.Enum):
 
 
 class Action(enum.Enum):
-    """Next action of a rank; after FINALIZE in the hook, the exit handler looks up another one."""
+    """Next action of a rank that ends.
+
+    If the action in the exception hook is FINALIZE, the exit handler looks up another action.
+    """
 
     FINALIZE = "exit, and call MPI_Finalize together with the other ranks"
     SKIP_FINALIZE = "exit without MPI_Finalize, which would hang"

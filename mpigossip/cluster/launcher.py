@@ -35,10 +35,11 @@ class LaunchError(UserError):
 
 
 def launcher_ranks(env: Mapping[str, str]) -> list[tuple[int, int, str]]:
-    """Return the rank and the number of ranks from each launcher that has set both.
+    """Return this process's rank and the number of ranks, as each launcher has set them in ``env``.
 
     :param env: environment variables
-    :return: for each launcher, the rank, the number of ranks, and the variable of that number
+    :return: for each launcher that has set both: the rank, the number of ranks, and the name of the
+        variable with that number
     """
     return [
         (int(env[rank]), int(env[count]), count)
@@ -76,9 +77,9 @@ def no_mpi(error: Exception, env: Mapping[str, str] = os.environ) -> LaunchError
 def check_launcher(size: int, library: str, env: Mapping[str, str]) -> None:
     """Check that MPI joins the ranks that a launcher started.
 
-    A process that was started by the launcher of another MPI gets a world of size 1, without any
-    error. Launchers can be nested (mpirun starts its daemons by srun, one per host), so one
-    launcher that agrees with MPI is enough.
+    A process that was started by the launcher of another MPI gets a world of size 1 without any
+    error. Launchers can be nested: mpirun starts its daemons by srun, one per host. The check
+    therefore passes if the number of ranks of one launcher is MPI's.
 
     :param size: size of MPI's world
     :param library: version string of the MPI library
@@ -94,10 +95,10 @@ def check_launcher(size: int, library: str, env: Mapping[str, str]) -> None:
 
 
 def check_alone(size: int, env: Mapping[str, str], child: tuple[int, ...]) -> None:
-    """Check that this process is not one of several that MPI does not join.
+    """Reject a process that was started with others, but without a launcher of MPI.
 
-    torchrun and similar programs set RANK and WORLD_SIZE. Each process would have a world of size 1
-    and train its own model.
+    torchrun and similar programs start such processes, and set RANK and WORLD_SIZE. Each process
+    would get a world of size 1 and train its own model.
 
     :param size: size of MPI's world
     :param env: environment variables
@@ -167,7 +168,7 @@ def _name(library: str) -> str:
 
 
 def job_id(env: Mapping[str, str]) -> str:
-    """Return an identifier of this launch, which is equal on all of its ranks, or "".
+    """Return an identifier that is equal on all ranks of this launch; "" if the launcher sets none.
 
     :param env: environment variables
     """
@@ -202,10 +203,10 @@ STARTERS = {"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun", "srun"}
 
 
 def terminal_of_launcher() -> str | None:
-    """Return the terminal that this rank's launcher writes to; None if it is a file or a pipe.
+    """Return the terminal that this rank's launcher writes to; None if it writes to none.
 
     A rank's own output is a pipe to its launcher. If the launcher runs on another host, its
-    terminal is not known, and the result is None.
+    terminal is not known, and the result is None, too.
     """
     for process, name, _ in _ancestors():
         if name in STARTERS:
@@ -231,10 +232,12 @@ with the local rank on a host or a description of the allocation are kept.
 
 
 def hide(environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
-    """Remove the variables in `MISREAD` if a framework is imported; return the removed ones.
+    """Remove the variables in `MISREAD` from the environment if a framework is imported.
 
     A framework has to treat each rank as a separate program. MPI and this package have read the
     variables before.
+
+    :return: names and values of the removed variables, for :func:`restore`
     """
     if not any(name in sys.modules for name in FRAMEWORKS):
         return {}
@@ -242,6 +245,6 @@ def hide(environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def restore(hidden: Mapping[str, str], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Restore what :func:`hide` has removed, except variables that have been set again since."""
+    """Restore the variables that :func:`hide` has removed, unless they have been set again."""
     for name, value in hidden.items():
         environ.setdefault(name, value)

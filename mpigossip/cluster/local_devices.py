@@ -54,9 +54,9 @@ def resolve_auto(
 
     * Without a GPU, it is "cpu:1", and each rank is a node.
     * One rank uses all GPUs that torch sees.
-    * Several ranks on a host with at least one GPU for each are one node. They divide the GPUs
-      among them, unless the launcher has done so.
-    * If there are more ranks than GPUs, the ranks share them, and each rank is a node.
+    * If a host has several ranks and at least one GPU for each, these ranks are one node. They
+      divide the GPUs among them, unless the launcher has done so.
+    * If there are more ranks than GPUs, the ranks share the GPUs, and each rank is a node.
 
     :param devices: value of `node.devices`
     :param ranks_per_node: value of `node.ranks_per_node`
@@ -100,10 +100,10 @@ def gpus_per_rank(environ: Mapping[str, str], count: int, ranks: int, on_host: i
 def launcher_assigns(
     environ: Mapping[str, str], count: int, ranks: int, on_host: int | None
 ) -> bool:
-    """Return whether the launcher assigns to each rank GPUs of its own.
+    """Return whether each rank of the host sees different GPUs.
 
-    Launchers set variables for this. A container may show one GPU to each rank without any; then
-    the answer is known as soon as MPI runs (:func:`compare_gpus`).
+    Launchers set variables that say so. A container may show one GPU to each rank without a
+    variable; this is known only after MPI has started (:func:`compare_gpus`).
 
     :param environ: variables of the launcher
     :param count: number of GPUs that torch sees
@@ -120,14 +120,14 @@ def launcher_assigns(
 
 
 def gpu_of(device: str) -> str:
-    """Return an identifier of a GPU that is unique on its host, or "" if torch has none."""
+    """Return the UUID of the GPU ``device``, such as "cuda:0"; "" if torch does not report it."""
     import torch
 
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def seen_gpus() -> tuple[str, ...]:
-    """Return the identifiers of the GPUs that this rank sees; none before it has used CUDA."""
+    """Return the UUIDs of the GPUs that this rank sees; before it has used CUDA, return none."""
     if "torch" not in sys.modules:
         return ()
     import torch
@@ -138,10 +138,10 @@ def seen_gpus() -> tuple[str, ...]:
 
 
 def compare_gpus(hosts: Sequence[str], gpus_by_rank: Sequence[Sequence[str]]) -> None:
-    """Store whether the ranks of each host see different GPUs; the result is equal on all ranks.
+    """Store whether the ranks of each host see different GPUs, for :func:`launcher_assigns`.
 
-    :param hosts: host of each rank
-    :param gpus_by_rank: :func:`seen_gpus` of each rank
+    :param hosts: host name of each rank of the world
+    :param gpus_by_rank: result of :func:`seen_gpus` on each rank of the world
     """
     global _ranks_have_own_gpus
     seen = Counter(
@@ -235,13 +235,13 @@ def make_current_before_mpi(devices: str = "auto") -> str:
 
 
 def _on_host() -> int:
-    """Return the number of GPUs of this host, of NVIDIA and AMD, visible or not."""
+    """Return the number of NVIDIA and AMD GPUs of this host, whether torch sees them or not."""
     nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
     return len([*Path("/dev").glob("nvidia[0-9]*")]) + sum(map(_is_gpu, nodes))
 
 
 def _is_gpu(gpu_id: Path) -> bool:
-    """Return whether AMD's driver describes a GPU by this file, and not a processor."""
+    """Return whether this file of AMD's driver describes a GPU rather than a CPU."""
     try:
         return gpu_id.read_text().strip() != "0"  # "0" stands for a processor
     except OSError:
@@ -253,9 +253,9 @@ def slots_of(
 ) -> tuple[str, ...]:
     """Return the torch devices of this rank's slots.
 
-    "gpu:K" means K of the GPUs that torch sees, chosen by this rank's number on its host, or the
-    first K if torch sees no more. The numbers in "cuda:…" refer to the visible GPUs; a number that
-    occurs twice gives two slots.
+    "gpu:K" means K of the GPUs that torch sees. The local rank on the host selects them: rank i of
+    the host gets the GPUs from i·K on. If torch sees at most K GPUs, each rank gets all of them.
+    The numbers in "cuda:…" refer to the visible GPUs; a number that occurs twice gives two slots.
 
     :param devices: value of `node.devices`
     :param environ: variables of the launcher

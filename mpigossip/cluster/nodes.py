@@ -2,7 +2,7 @@
 
 A node consists of one rank, of k ranks of a host, or of all ranks of a host. If a node has k ranks,
 its slots are distributed over k processes. The ranks with equal local rank in all nodes are
-inter-node ranks: they exchange their part of the model with each other, and rank i of their world
+inter-node ranks: they exchange their shard of the model with each other, and rank i of their world
 belongs to node i.
 """
 
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpigossip.cluster.agreement import Communicator, with_timeout
+from mpigossip.cluster.communicator import Communicator, with_timeout
 from mpigossip.cluster.world import Nodes, World
 from mpigossip.config import JobError
 from mpigossip.config.readable import pluralize
@@ -46,8 +46,8 @@ class SubWorld(Communicator):
 
     def group_into_nodes(self, ranks_per_node: int | str) -> None:
         raise RuntimeError(
-            f"{SETTING} applies to a whole world, but this world has only {self.size} of its "
-            "ranks: call group_into_nodes() of the whole world"
+            f"{SETTING} applies to the world of all ranks, but this world has only {self.size} of "
+            "them: call group_into_nodes() of the world that mpigossip.world() returns"
         )
 
     def shrink(self) -> None:
@@ -64,7 +64,10 @@ class SubWorld(Communicator):
 
 
 def isolate_node(world: World) -> World:
-    """Return a world of one node that consists of the ranks of this rank's node; collective."""
+    """Return a world whose only node is the node of this rank; collective.
+
+    Its ranks are the ranks of that node.
+    """
     nodes = world.nodes
     isolated = SubWorld(world, nodes.inter_node.rank, nodes.local_rank)
     isolated.nodes = Nodes((0,) * isolated.size, SubWorld(world, world.rank, 0), isolated)
@@ -103,10 +106,11 @@ def assign_nodes(
 ) -> list[tuple[int, int]]:
     """Return the node and the local rank of each rank.
 
-    :param host: number of each rank's host, which is equal for the ranks of a host
+    :param host: for each rank, a number that identifies its host
     :param names: host name of each rank
     :param ranks_per_node: as for :func:`group_ranks`
-    :raises JobError: if the number of ranks of some host does not fit
+    :raises JobError: if ``ranks_per_node`` does not divide the number of ranks of some host, or if
+        it is "host" and hosts have different numbers of ranks
     """
     ranks_on = Counter(host)
     host_names: dict[int, str] = {}
@@ -119,7 +123,7 @@ def assign_nodes(
         raise JobError(
             f"{setting}: {host_names[largest]} has {ranks_on[largest]} ranks and "
             f"{host_names[smallest]} has {ranks_on[smallest]}, but all nodes need the same number; "
-            f"start equally many on each host (srun --ntasks-per-node={ranks_on[smallest]}, "
+            f"start the same number on each host (srun --ntasks-per-node={ranks_on[smallest]}, "
             f"mpirun --map-by ppr:{ranks_on[smallest]}:node)"
         )
     size = ranks_on[host[0]] if ranks_per_node == "host" else int(ranks_per_node)
@@ -147,12 +151,12 @@ def assign_nodes(
 
 
 def natural(host: str) -> tuple:
-    """Return a sort key that puts n2 before n10."""
+    """Return a sort key by which host name n2 comes before n10."""
     return tuple((0, int(p)) if p.isdigit() else (1, p) for p in re.findall(r"\d+|\D+", host))
 
 
 def addresses(world: World) -> list[str]:
-    """Return the topology address that the scheduler gives each rank, or ""; collective."""
+    """Return each rank's topology address from Slurm, "" if it has none; collective."""
     return world.broadcast(world.gather(os.environ.get(VARIABLE, "")))
 
 
@@ -194,8 +198,8 @@ def _from_file(path: Path, hosts: Sequence[str]) -> list[str]:
     invalid_lines = [" ".join(line) for line in lines if len(line) != 2]
     if invalid_lines:
         raise JobError(
-            f'graph.placement = "file:{path}": the line "{invalid_lines[0]}" isn\'t a host '
-            "and its rack"
+            f'graph.placement = "file:{path}": the line "{invalid_lines[0]}" must consist of two '
+            "words, a host and its rack: HOST RACK"
         )
     rack_of = dict(lines)
     missing = sorted({host for host in hosts if host not in rack_of}, key=natural)

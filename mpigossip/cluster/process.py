@@ -1,4 +1,4 @@
-"""Start and exit of a process that uses MPI, without hanging."""
+"""Start and exit of a process that uses MPI, such that it does not hang."""
 
 import atexit
 import contextlib
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpigossip.cluster import deadline, uncaught
+from mpigossip.cluster import deadline, exception_reports
 from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, prctl, start_watchdog
 from mpigossip.cluster.endings import ACTIONS, Action, Cause, Others
 from mpigossip.cluster.launcher import job_id, launcher_ranks
@@ -61,7 +61,10 @@ def is_fork() -> bool:
 
 
 def own_mpi() -> None:
-    """Store the ID of this process, which opens a world; reject a fork of another one."""
+    """Remember this process as the one that opens a world.
+
+    :raises JobError: if this process is a fork of a process that has opened one
+    """
     global mpi_process
     check_process()
     mpi_process = os.getpid()
@@ -81,7 +84,7 @@ def check_process() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Let this process receive SIGTERM when the thread that started it ends, on Linux.
+    """Let this process receive SIGTERM when the thread that started it ends; Linux only.
 
     :param parent: process ID of the parent; if it has ended already, the signal is sent now
     """
@@ -93,12 +96,12 @@ def end_with(parent: int) -> None:
 def before_mpi(
     folder: Path | None = None, timeout_s: float = TIMEOUT_S, devices: str | None = None
 ) -> float:
-    """Watch the start of MPI from now on, before MPI is imported, and return the time limit.
+    """Watch the start of MPI from now on, before MPI is imported, and return ``timeout_s``.
 
-    If this process was started alone, or without a launcher, there is nothing to watch.
+    If this process was started alone, or without a launcher, nothing is watched.
 
-    :param folder: run directory, in which ranks detect each other before MPI has started; None: a
-        temporary directory
+    :param folder: run directory, in which each rank creates a file to show that it has started;
+        None: a temporary directory
     :param timeout_s: seconds that MPI may take to start, from now on
     :param devices: value of `node.devices`; None: the value of an earlier call, or "auto"
     """
@@ -114,10 +117,11 @@ def before_mpi(
 def _shared(folder: Path | None) -> Path:
     """Create the folder for the ranks' files, if it does not exist, and return its path.
 
-    A folder in the temporary directory must belong to this user, so that others cannot interfere.
+    A folder in the temporary directory must belong to this user, so that other users cannot
+    interfere.
 
-    :param folder: folder in which it is created; None, or a folder that cannot be written to: the
-        temporary directory
+    :param folder: folder in which this one is created; if it is None or cannot be written to, the
+        temporary directory is used
     """
     name = f"ranks-{job_id(os.environ)}"
     if folder is not None:
@@ -135,7 +139,7 @@ def _shared(folder: Path | None) -> Path:
 
 
 def start_mpi() -> None:
-    """Start MPI, watched as :func:`before_mpi` has prepared, with this rank's GPU as current."""
+    """Start MPI with this rank's GPU as current device; a watch begun by `before_mpi` continues."""
     from mpi4py import MPI
 
     make_current_before_mpi(_devices)
@@ -154,8 +158,11 @@ def started() -> None:
 def abort(comm: "MPI.Comm", code: int) -> None:
     """End all ranks at once; end this rank even if MPI_Abort does not return.
 
-    In Open MPI, it does not return if several ranks call it after a rank failure. It is called
+    Open MPI's MPI_Abort does not return if several ranks call it after a rank failure. It is called
     through ctypes, because mpi4py would hold the interpreter's lock.
+
+    :param comm: communicator of all ranks
+    :param code: exit code of the job
     """
     from mpi4py import MPI
 
@@ -173,7 +180,7 @@ def abort(comm: "MPI.Comm", code: int) -> None:
 
 
 class ExitHandler:
-    """Exit of this process from MPI, which happens once, at the exit of the interpreter."""
+    """Object that takes this process out of MPI, once, at the exit of the interpreter."""
 
     def __init__(self) -> None:
         self.code = 0
@@ -193,7 +200,7 @@ class ExitHandler:
         """Register the exit handler; collective over ``comm``. Only the first call has an effect.
 
         :param finalize: True if this package has initialized MPI
-        :param comm: communicator with a time limit
+        :param comm: communicator of all ranks, whose blocking calls have a time limit
         """
         if not self._prepared:
             self._prepared = True
@@ -214,7 +221,7 @@ class ExitHandler:
             return
         if MPI.Is_finalized():
             return
-        code = self.code or uncaught.code(
+        code = self.code or exception_reports.code(
             getattr(sys, "last_value", None) or SystemExit(self.status)
         )
         exit_after_failure(code)
@@ -223,7 +230,7 @@ class ExitHandler:
         if action is Action.ABORT:
             name = f"rank {comm.rank} on {MPI.Get_processor_name()}"
             late = f"other ranks still run (waited {LEAVE_S:g} s)"
-            uncaught.write_stderr(
+            exception_reports.write_stderr(
                 f"mpigossip: {name} ended by {self.cause}; {late}: stopping the job"
             )
             abort(comm, self.code)
@@ -234,7 +241,7 @@ class ExitHandler:
                 release(comm)
         if finalize or self.code:
             # Call it through ctypes: mpi4py would hold the interpreter's lock, which the thread of
-            # `uncaught.exit_with_watchdog` needs.
+            # `exception_reports.exit_with_watchdog` needs.
             ctypes.CDLL(MPI.__file__).MPI_Finalize()
 
     def _wait_for_others(self, comm: "MPI.Comm", code: int) -> Others:
@@ -268,14 +275,15 @@ class ExitHandler:
     def _leave_fork(self, finalize: bool) -> None:
         """End a fork without using MPI; the rank continues in its own process.
 
-        If mpi4py has initialized MPI, it finalizes MPI when the interpreter ends. In a fork, this
-        would disconnect the rank from the launcher, so that the fork has to end before.
+        If mpi4py has initialized MPI, it also finalizes MPI when the interpreter ends. In a fork,
+        this would disconnect the rank from the launcher. The fork therefore ends before mpi4py does
+        that.
 
         :param finalize: True if this package has initialized MPI
         """
         if not finalize:
             exit_without_finalize(
-                uncaught.code(getattr(sys, "last_value", None) or SystemExit(self.status))
+                exception_reports.code(getattr(sys, "last_value", None) or SystemExit(self.status))
             )
 
 
@@ -307,11 +315,11 @@ def exit_without_finalize(code: int) -> NoReturn:
 
 
 def report_unused(nodes: int) -> None:
-    """Report at the exit of the program that its nodes have exchanged nothing.
+    """Print, at the exit of a program, that its nodes have exchanged nothing.
 
-    An object that exchanges unregisters this function.
+    This function is registered as an exit function. The first object that exchanges unregisters it.
 
-    :param nodes: number of nodes
+    :param nodes: number of nodes of the world
     """
     if not exit_handler.code and not is_fork():
         text = f"{nodes} nodes exchanged nothing, so each has a model of its own; write "
@@ -319,7 +327,7 @@ def report_unused(nodes: int) -> None:
 
 
 def prints_shared_messages() -> bool:
-    """Return whether this process prints messages that all ranks share.
+    """Return whether this process prints the messages that are equal on all ranks.
 
     The first rank that has not failed prints them.
     """

@@ -1,4 +1,4 @@
-"""Process groups of torch between MPI ranks or their slots, which need no rendezvous server.
+"""Process groups of torch between MPI ranks or their slots; they need no rendezvous server.
 
 The backend is NCCL on GPUs (NCCL has not been tested with more than one GPU) and gloo on CPUs.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from mpigossip.cluster.agreement import with_timeout
+from mpigossip.cluster.communicator import with_timeout
 from mpigossip.cluster.deadline import LONGEST_S, SHORTEST_S, WaitTimeoutError
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import Failure, JobError
@@ -33,7 +33,7 @@ REMEDY = "run with NCCL_DEBUG=INFO to see the cause"
 
 
 class GroupRank(NamedTuple):
-    """One rank of a process group, and the device of the slot in this process that takes it."""
+    """Rank of a process group that one slot of this process takes, and the device of that slot."""
 
     group: str
     """Name that is equal on all ranks of the group and differs between groups of the same call."""
@@ -53,11 +53,12 @@ def open_groups(
 ) -> list[dist.ProcessGroup]:
     """Open a process group for each entry of ``group_ranks``; collective over ``world``.
 
-    Each group is connected in a thread of its own; the store's keys are exchanged by MPI.
-    Afterwards, each group is used by one thread, in which the device of its entry is current.
+    One thread per group connects it. The ranks exchange by MPI the keys that torch would fetch from
+    a rendezvous server. Afterwards, only one thread may use a group, and the device of its entry
+    must be current in that thread.
 
     :param world: ranks that open groups
-    :param group_ranks: the ranks that this process takes in groups
+    :param group_ranks: this process's rank in each of its groups
     :param timeout_s: seconds that connecting may take; a call on a group ends after at most twice
         that time
     :returns: groups in the order of ``group_ranks``
@@ -103,7 +104,7 @@ def open_groups(
 def close_groups(
     groups: Sequence[dist.ProcessGroup], devices: Sequence[str], broken: bool = False
 ) -> None:
-    """Release the communicators of NCCL.
+    """Release the NCCL communicators of ``groups``; do nothing for groups of CPUs.
 
     :param groups: process groups to close
     :param devices: device of each group
@@ -116,7 +117,10 @@ def close_groups(
 
 
 def check_environment(world: World, group_ranks: Sequence[GroupRank]) -> None:
-    """Raise JobError on all ranks if an environment variable makes NCCL hang; collective."""
+    """Check that no environment variable makes NCCL hang; collective over ``world``.
+
+    :raises JobError: on all ranks, if some rank has such a variable
+    """
     with world.raise_together(JobError):
         refused = [name for name, value in REFUSED.items() if os.environ.get(name) == value]
         if refused and any(is_gpu(group_rank.device) for group_rank in group_ranks):
@@ -130,7 +134,8 @@ def check_environment(world: World, group_ranks: Sequence[GroupRank]) -> None:
 def node_group(world: World, backend: str | None, timeout_s: float) -> dist.ProcessGroup:
     """Return this rank's node as the world of torch.distributed; collective over the node.
 
-    Initialize torch.distributed if the program has not done so; then it ends with ``world``.
+    If the program has not initialized torch.distributed, initialize it; the group is then destroyed
+    when ``world`` closes.
 
     :param world: all ranks; local ranks become ranks of torch.distributed
     :param backend: "nccl" or "gloo"; None: "nccl" if there are GPUs
@@ -174,7 +179,10 @@ def node_group(world: World, backend: str | None, timeout_s: float) -> dist.Proc
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Let torch open groups whose watchdog does not end the process at a timeout."""
+    """Return a context manager in which torch opens groups without a watchdog.
+
+    The watchdog would end the process if a call on a group reaches its timeout.
+    """
     before = os.environ.get(ASYNC_ERRORS)
     os.environ[ASYNC_ERRORS] = "0"
     try:
@@ -188,10 +196,11 @@ def _without_watchdog() -> Iterator[None]:
 def _connected(store: dist.Store, group_rank: GroupRank, limit: timedelta) -> dist.ProcessGroup:
     """Open one process group.
 
-    No other function uses the constructors of torch, which change from version to version.
+    Only this function uses constructors of torch that change from version to version.
 
-    :param store: store of this process, which contains the keys of all ranks of the group
-    :param group_rank: rank to take in the group
+    :param store: key-value store of this process, to which :func:`_share_keys` adds the keys of the
+        other ranks
+    :param group_rank: rank of this process in the group
     :param limit: time limit of a call on the group
     """
     device = torch.device(group_rank.device)
@@ -228,8 +237,8 @@ def _share_keys(
     """Exchange keys between all ranks until every group is connected; collective.
 
     :param world: ranks that open groups
-    :param store: store of this process, whose keys are sent to all ranks
-    :param group_ranks: the ranks that this process takes in groups
+    :param store: key-value store of this process, whose keys are sent to all ranks
+    :param group_ranks: this process's rank in each of its groups
     :param results: results of the connecting threads so far, by index in ``group_ranks``
     :param timeout_s: time limit in seconds
     :raises WaitTimeoutError: on all ranks, if a group is not connected within the time limit
@@ -264,7 +273,8 @@ def _share_keys(
             return
         if any(late for *_, late in reports):
             raise WaitTimeoutError(
-                f"not connected: {', '.join(missing[:4])} (waited {timeout_s:g} s)"
+                f"some process groups are not connected: {', '.join(missing[:4])} (waited "
+                f"{timeout_s:g} s)"
             )
         time.sleep(pause)
         pause = min(20 * LONGEST_S, 1.5 * pause)

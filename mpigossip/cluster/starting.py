@@ -1,10 +1,10 @@
 """Start of MPI, watched by a thread that names missing ranks and ends this rank if MPI hangs.
 
 MPI_Init waits for all ranks without a time limit. It is called through ctypes, which releases the
-interpreter's lock. Until MPI runs, each rank keeps a file HOST/RANK.PROCESS in a folder that the
-ranks share. A rank lists the files of its own host repeatedly, but the files of all hosts only at
-the time limit: otherwise, n ranks would list n² files each time. Ranks that fail later are reported
-by the launcher.
+interpreter's lock. Until MPI runs, each rank keeps a file HOST/RANK.PROCESS (PROCESS is its process
+ID) in a folder that the ranks share. A rank lists the files of its own host repeatedly, but the
+files of all hosts only at the time limit: otherwise, n ranks would list n² files each time. Ranks
+that fail later are reported by the launcher.
 """
 
 import atexit
@@ -42,7 +42,7 @@ class StartedRank(NamedTuple):
 
 
 class RankStart:
-    """The start of this rank, from before MPI is loaded until `over` is called when MPI runs."""
+    """Watch over the start of this rank, from before MPI is loaded until :meth:`over` is called."""
 
     def __init__(self, folder: Path, rank: int, size: int, timeout_s: float):
         """Create this rank's file and start the thread that watches the other ranks.
@@ -124,10 +124,11 @@ class RankStart:
             os.close(descriptor)
 
     def _check_limit(self) -> None:
-        """End this rank if the time limit is over, counted from MPI_Init if all ranks have started.
+        """End this rank if ranks are missing, or if it has been in MPI_Init for the time limit.
 
-        Before it enters MPI_Init, a rank on a busy host may load modules for long; that is no wait
-        for other ranks.
+        This is called after the time limit has passed since the creation of this object. Before
+        MPI_Init, a rank on a busy host may load modules for long. If no rank is missing, this time
+        does not count, because the rank does not wait for others.
         """
         missing = ""
         if not self._all_started:
@@ -140,7 +141,7 @@ class RankStart:
             self._end(f"{reason}: {'; '.join(filter(None, [late, missing])) or FAULT}")
 
     def _end(self, reason: str) -> None:
-        """End this rank; report the reason unless another rank has."""
+        """End this process, after printing ``reason`` unless another rank has printed one."""
         try:
             (self._folder / REPORTED).touch(exist_ok=False)
             reports = True
@@ -153,7 +154,7 @@ class RankStart:
         os._exit(FAILED)
 
     def _started_ranks(self) -> dict[int, StartedRank]:
-        """Return the ranks of all hosts whose files exist, by rank."""
+        """Return an entry for each rank of any host whose file exists, by rank."""
         ranks: dict[int, StartedRank] = {}
         with contextlib.suppress(OSError):
             for host_folder in self._folder.iterdir():
@@ -161,7 +162,10 @@ class RankStart:
         return ranks
 
     def _watch_local_ranks(self) -> None:
-        """Watch for exits of this host's ranks (Linux); ranks of earlier launches no longer run."""
+        """Open a descriptor that reports the exit, for each rank that runs on this host.
+
+        This works on Linux only.
+        """
         for rank, started in _ranks_in(self._file.parent).items():
             if (rank, started.process) not in self._watched.values():
                 with contextlib.suppress(OSError, AttributeError):
@@ -185,7 +189,10 @@ class RankStart:
 
 
 def _ranks_in(host_folder: Path) -> dict[int, StartedRank]:
-    """Return the ranks of one host whose files exist, by rank; none if it is not a folder."""
+    """Return an entry for each rank whose file is in ``host_folder``, by rank.
+
+    If ``host_folder`` is not a folder, return none.
+    """
     ranks: dict[int, StartedRank] = {}
     with contextlib.suppress(OSError):
         for file in host_folder.iterdir():

@@ -1,4 +1,4 @@
-"""Search for the ranks at fault when a wait reaches its time limit or cannot end.
+"""Messages between waiting ranks, which find the rank at fault if a wait cannot end in time.
 
 A rank that has waited for a second sends one small message, with its status and the call that it is
 in, to some of the ranks that it waits for. A rank that receives such a message while it waits
@@ -77,7 +77,7 @@ MAX_RECIPIENTS = 64
 
 
 class Report(NamedTuple):
-    """State of a rank, as it was sent in a message."""
+    """State of another rank, as its last message described it."""
 
     status: int
     call: str
@@ -96,10 +96,10 @@ class Report(NamedTuple):
 
 
 def waits_elsewhere(own: Report, other: Report) -> bool:
-    """Return whether the other rank waits in another call that has the same number.
+    """Return whether the other rank waits in a different call that has the same number.
 
-    Both ranks should then be in the same call. A rank in a call of another number is only ahead of
-    this rank or behind it, which is not a fault.
+    Ranks should be in the same call if the numbers of their calls are equal. A rank in a call of
+    another number is only ahead of this rank or behind it, which is not a fault.
     """
     same_number = own.order == other.order > 0
     return other.status == WAITING and same_number and other.call != own.call and not own.ends
@@ -130,7 +130,7 @@ class WaitMonitor:
     """Statuses of all ranks of a world: it sends the status of this rank and keeps the others."""
 
     def __init__(self, comm: MPI.Comm, hosts: Sequence[str], ordered: bool = True):
-        """Start without a status of any rank, and without communication.
+        """Create a monitor that knows no rank's status yet; this sends no message.
 
         :param comm: communicator of the world, used by this object only
         :param hosts: host name of each rank
@@ -240,7 +240,7 @@ class WaitMonitor:
         self._arrived["number"] = 0
 
     def announce(self, status: int) -> None:
-        """Send the status to all other ranks, since any of them may wait for this one; receive."""
+        """Send ``status`` to all other ranks, which may wait for this one, and receive messages."""
         self.send_status(
             (rank for rank in range(self._comm.size) if rank != self._comm.rank), status
         )
@@ -301,20 +301,23 @@ class WaitMonitor:
     def next_awaited(self, awaited: Iterable[int]) -> set[int]:
         """Return the next `MAX_AWAITED` awaited ranks, which are informed after `INFORM_S`.
 
-        They are the first ones that follow this rank cyclically; an empty ``awaited`` stands for
-        all ranks. This suffices: if the ranks wait in two calls, then some rank of one call is
-        followed by a rank of the other.
+        They are the first awaited ranks that follow this rank cyclically; an empty ``awaited``
+        stands for all ranks. This suffices: if the ranks wait in two calls, then some rank of one
+        call is followed by a rank of the other.
         """
         ranks = {*awaited} or {*range(self._comm.size)}
         distance = {(rank - self._comm.rank) % self._comm.size: rank for rank in ranks}
         return {distance[key] for key in sorted(distance)[: MAX_AWAITED + 1]} - {self._comm.rank}
 
     def recipients(self, extra: Iterable[int]) -> set[int]:
-        """Return the ranks to inform of a wait: ``extra`` and the first ranks of the world."""
+        """Return the ranks to inform of a wait: those in ``extra`` and the world's first ranks."""
         return {*range(min(MAX_RECIPIENTS, self._comm.size)), *extra} - {self._comm.rank}
 
     def describe_fault(self, awaited: Iterable[int]) -> str:
-        """Describe which awaited ranks are at fault; an empty ``awaited`` stands for all ranks."""
+        """Return a text that names the awaited ranks at fault, and what they do.
+
+        :param awaited: ranks of this world that the wait needs; if empty, all ranks
+        """
         sorted_ranks = sorted({*awaited} or range(self._comm.size))
         ranks = [rank for rank in sorted_ranks if rank != self._comm.rank]
         silent = [
@@ -345,7 +348,7 @@ class WaitMonitor:
         ]
 
     def gather_error_keys(self, own_key: bytes, seconds: float) -> list[bytes] | None:
-        """Return digests of the keys of all ranks, in rank order; None if some rank is late.
+        """Return a hash of each rank's key, in rank order; None if some rank sends none in time.
 
         A key identifies the exception that ends a rank. Only this call and :meth:`close` are
         collective on this communicator, and a rank that makes this call is about to exit.
@@ -424,9 +427,10 @@ class Wait:
         """Receive messages once the wait is long, and inform other ranks of it.
 
         The next awaited ranks are informed after `INFORM_S`, and again each time the waited time
-        has doubled; the first ranks of the world are informed once, after half of the time limit. A
-        rank that waits itself and sends a message is answered once. Return the result of
-        :meth:`WaitMonitor.departed_code`.
+        has doubled. The first ranks of the world are informed once, after half of the time limit.
+        If a message arrives from a rank that waits itself, this rank answers once.
+
+        :return: result of :meth:`WaitMonitor.departed_code`
         """
         waited = time.monotonic() - self._begin
         if waited < self._receive_after:
@@ -453,7 +457,10 @@ class Wait:
             self._monitor.send_status(self._informed, WORKING)
 
     def describe_fault(self, departed_code: int | None = None) -> str:
-        """Describe the fault, given the last result of :meth:`poll`; "" if it is not known."""
+        """Return a text about the rank at fault, or "" if it is not known.
+
+        :param departed_code: last result of :meth:`poll`
+        """
         self._monitor.receive_status()
         if departed_code is None:
             return self._monitor.describe_fault(self._awaited_ranks())

@@ -30,7 +30,7 @@ class Agreement:
     def __init__(
         self, value: np.ndarray, request: MPI.Request | None, timeout_s: float = TIMEOUT_S
     ):
-        """Keep the buffer of a reduction.
+        """Create an agreement from a reduction that has been started.
 
         :param value: array of one integer that the maximum is written to
         :param request: request of the reduction into ``value``; None: ``value`` is final
@@ -105,7 +105,7 @@ class World:
         return [value]
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's ``value``, which is pickled, on every rank; collective."""
+        """Return rank 0's ``value``, an object that can be pickled, on every rank; collective."""
         return value
 
     def start_agree(self, flag: int) -> Agreement:
@@ -150,7 +150,7 @@ class World:
         """
 
     def shrink(self) -> None:
-        """Continue with the survivors of a rank failure."""
+        """Turn this world into the world of the survivors of a rank failure."""
 
     def is_rank_failure(self, error: BaseException) -> bool:
         """Return whether ``error`` reports a rank failure that the other ranks can survive.

@@ -20,7 +20,7 @@ BYTES_A_SECOND = {
 def command(
     commands, name: str, run: Callable, summary: str, examples: str
 ) -> argparse.ArgumentParser:
-    """Add a command.
+    """Add a command to the parser of the command line.
 
     :param commands: subparsers to which the command is added
     :param name: name of the command
@@ -69,7 +69,7 @@ def help_text(summary: str, examples: str) -> dict:
 def every(
     parser: argparse.ArgumentParser, words: str = ""
 ) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Iterate over a parser and all of its subcommands, as pairs (words, parser).
+    """Iterate over a parser and the parsers of all its subcommands, as pairs (words, parser).
 
     :param parser: the parser
     :param words: words of the command line that lead to it
@@ -87,7 +87,7 @@ def settings(parser: argparse.ArgumentParser) -> None:
         "settings",
         nargs="*",
         metavar="section.key=value",
-        help="settings that override those of the job",
+        help="settings that override settings of the job file",
     )
 
 
@@ -97,9 +97,9 @@ def dry_run(parser: argparse.ArgumentParser) -> None:
 
 
 def run_named(path: Path) -> Path:
-    """Return ``path`` if it exists.
+    """Return ``path``, a run directory or log, if it exists.
 
-    :raises StoreError: if it does not; the message names similar runs
+    :raises StoreError: if ``path`` does not exist; the message names similar runs
     """
     from mpigossip.config.toml import near
     from mpigossip.store import StoreError
@@ -115,7 +115,7 @@ def run_named(path: Path) -> Path:
 
 
 def quantity(units: Mapping[str, float]) -> Callable[[str], float]:
-    """Return a parser of numbers with a unit, such as 80ms."""
+    """Return a function that parses a number with a unit, such as 80ms."""
 
     def read(text: str) -> float:
         match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(\D+)", text)
@@ -158,13 +158,13 @@ def numbers_of_nodes(text: str) -> list[int]:
 
 
 def number(kind: type, minimum: float, maximum: float) -> Callable[[str], Any]:
-    """Return a parser of numbers of type ``kind`` from ``minimum`` to ``maximum``."""
+    """Return a function that parses a number of type ``kind`` from ``minimum`` to ``maximum``."""
 
     def read(text: str) -> Any:
         value = kind(text)
         if not minimum <= value <= maximum:
             raise argparse.ArgumentTypeError(
-                f"{text}: must be at least {minimum} and at most {maximum}"
+                f'"{text}": must be at least {minimum} and at most {maximum}'
             )
         return value
 

@@ -48,7 +48,7 @@ DRAW = "mpigossip graph draw base-3 --nodes 9 --out base-3.png"
 
 
 def add(commands) -> None:
-    """Add show, compare, draw and search to the parser."""
+    """Add the command `graph` with its subcommands show, compare, draw and search to the parser."""
     members = "show|compare|draw|search"
     group = family(
         commands, "graph", members, "show, compare, draw and search graphs", SHOW, COMPARE

@@ -107,7 +107,7 @@ def _job(options) -> None:
 
 
 def _ranks(job: Job, site: Site, per_host: int | None) -> int:
-    """Return the number of ranks on each host of the batch job."""
+    """Return the number of ranks that the batch job starts on each host."""
     from mpigossip.config import JobError
 
     ranks_per_node = job.node.ranks_per_node
@@ -139,7 +139,10 @@ def _venv(folder: Path | None) -> str | None:
     if folder is None:
         return sys.prefix if sys.prefix != sys.base_prefix else None
     if not (folder / "bin" / "activate").exists():
-        raise JobError(f'--venv "{folder}" is not a virtual environment: it has no bin/activate')
+        raise JobError(
+            f'--venv "{folder}" is not a virtual environment: it has no bin/activate; create one '
+            f"with `python3 -m venv {folder}`, or name another folder"
+        )
     return str(folder.absolute())
 
 

@@ -94,7 +94,10 @@ def _devices(text: str) -> str:
 
 
 def _ranks(text: str) -> int | str:
-    """Parse a value of node.ranks_per_node; a ValueError becomes a message of argparse."""
+    """Parse a value of node.ranks_per_node.
+
+    :raises ArgumentTypeError: if the setting does not accept the value
+    """
     if text in ("host", "auto"):
         return text
     if int(text) < 1:
@@ -147,21 +150,21 @@ def _add_bench(commands) -> None:
 
 
 def _bench(options) -> None:
-    """Measure, and print each row on rank 0.
+    """Run the measurements of `bench`, and print each row on rank 0; collective.
 
     With ``--json``, print one list at the end instead. With ``--out``, also write a file.
     """
     import torch
 
     from mpigossip.analysis.bench import MEASURES, save
-    from mpigossip.cluster.ranks import world
+    from mpigossip.cluster.mpi_world import open_world
     from mpigossip.graphs import BUILDERS, graph
 
     torch.set_num_threads(1)
     for name in options.graphs or ():
         if name not in BUILDERS and not name.startswith("file:"):
             graph(name, 2)
-    with world() as ranks:
+    with open_world() as ranks:
         speaks = ranks.rank == 0
         rows = []
         if speaks and not options.json:
@@ -271,13 +274,14 @@ def _plan(options) -> None:
     from mpigossip.analysis.dryrun import launched
     from mpigossip.analysis.machine import examine
     from mpigossip.analysis.plan import coded
-    from mpigossip.cluster.ranks import SingleProcess, world
+    from mpigossip.cluster.mpi_world import open_world
+    from mpigossip.cluster.world import SingleProcess
     from mpigossip.config import JobError
     from mpigossip.training import assemble
     from mpigossip.training.shape import with_ranks
 
     _check_plan(options)
-    with world() if (launched() or 1) > 1 else SingleProcess() as ranks:
+    with open_world() if (launched() or 1) > 1 else SingleProcess() as ranks:
         with ranks.raise_together(JobError):
             job = assemble.load(options.job or SIZED, options.settings)
             given = _given(options)
@@ -327,9 +331,10 @@ def _tables(options, what, machine, epochs, note) -> None:
 
 
 def _check_plan(options) -> None:
-    """Accept a setting without a job before it, and check which options are given together.
+    """Treat the job as a setting if it is none, and check which options are given together.
 
-    :raises JobError: if options contradict each other, or one lacks another
+    :raises JobError: if options contradict each other, or if an option requires another that is
+        missing
     """
     from mpigossip.config import JobError
 
@@ -339,7 +344,10 @@ def _check_plan(options) -> None:
     if options.job is None and options.parameters is None:
         raise JobError("name a job, such as cifar10-resnet20, or the size of a model: --parameters")
     if options.parameters is not None and (options.best or options.members):
-        raise JobError("--best and --members need a job: omit --parameters, and name one")
+        raise JobError(
+            "--best and --members need a job: omit --parameters, and name a job, such as "
+            "cifar10-resnet20"
+        )
     if options.members and options.bandwidth is None:
         raise JobError(
             "--members needs --bandwidth B, the bytes per second of the folder's file system, "
@@ -352,7 +360,7 @@ def _check_plan(options) -> None:
 def _given(options) -> dict[str, float | None]:
     """Return the properties of the machine that the options give or assume.
 
-    :raises JobError: if an option is unknown or lacks another one
+    :raises JobError: if a value is unknown, or if an option requires another that is missing
     """
     from mpigossip.config import JobError
     from mpigossip.config.toml import near
@@ -385,7 +393,10 @@ def _given(options) -> dict[str, float | None]:
     if options.allreduce:
         n = options.nodes[0]
         if n == 1:
-            raise JobError("--allreduce: --nodes must begin with the number of nodes it ran on")
+            raise JobError(
+                "--allreduce gives times that were measured on several nodes, but --nodes begins "
+                "with 1: begin it with their number, as in --nodes 8,16"
+            )
         small, large = options.allreduce
         latency_s, bandwidth = fit_all_reduce(small, large, hops(n), 2 * (n - 1) / n)
         given |= {"global_latency_s": latency_s, "global_bandwidth": bandwidth}
@@ -393,7 +404,7 @@ def _given(options) -> dict[str, float | None]:
 
 
 def _subject(options, job):
-    """Return the subject of the plan, and a note: of the job, or of a model of a given size.
+    """Return the subject of the plan, which is a job or a model of a given size, and a note on it.
 
     :raises JobError: if the options contradict each other
     """

@@ -76,14 +76,14 @@ def _train(options) -> int:
             print_safe(text)
         return OK
     limit = _begin(options.job, options.settings)
-    from mpigossip.cluster.ranks import world
-    from mpigossip.runs import launch
+    from mpigossip.cluster.mpi_world import open_world
+    from mpigossip.runs import start_and_resume
     from mpigossip.training import assemble
 
-    with world(limit) as ranks:
+    with open_world(limit) as ranks:
         with ranks.raise_together(UserError):
             job = assemble.load(options.job, options.settings)
-        return _exit_code(launch.train(job, ranks), ranks)
+        return _exit_code(start_and_resume.train(job, ranks), ranks)
 
 
 def _resume(options) -> int:
@@ -95,25 +95,29 @@ def _resume(options) -> int:
             "the number of nodes"
         )
     if options.simulate:
-        from mpigossip.cluster.ranks import SingleProcess
-        from mpigossip.runs import launch
+        from mpigossip.cluster.world import SingleProcess
+        from mpigossip.runs import start_and_resume
 
         with SingleProcess() as alone:
-            summary = launch.resume(options.folder, options.settings, alone, options.nodes)
+            summary = start_and_resume.resume(
+                options.folder, options.settings, alone, options.nodes
+            )
             return _exit_code(summary, alone)
     folder = options.folder if options.folder.is_dir() else None
     limit = _begin(_job_of(options.folder), options.settings, folder)
-    from mpigossip.cluster.ranks import world
-    from mpigossip.runs import launch
+    from mpigossip.cluster.mpi_world import open_world
+    from mpigossip.runs import start_and_resume
 
-    with world(limit) as ranks:
-        return _exit_code(launch.resume(options.folder, options.settings, ranks, None), ranks)
+    with open_world(limit) as ranks:
+        return _exit_code(
+            start_and_resume.resume(options.folder, options.settings, ranks, None), ranks
+        )
 
 
 def _simulate(options) -> int:
     from mpigossip.analysis.dryrun import describe
-    from mpigossip.cluster.ranks import SingleProcess
-    from mpigossip.runs import launch
+    from mpigossip.cluster.world import SingleProcess
+    from mpigossip.runs import start_and_resume
     from mpigossip.training import assemble
 
     job = assemble.load(options.job, options.settings)
@@ -124,7 +128,7 @@ def _simulate(options) -> int:
         print_safe(describe(job, options.nodes))
         return OK
     with SingleProcess() as alone:
-        return _exit_code(launch.train(job, alone, options.nodes), alone)
+        return _exit_code(start_and_resume.train(job, alone, options.nodes), alone)
 
 
 def _job_of(folder: Path) -> dict:
@@ -147,7 +151,7 @@ def _begin(job: Path | dict, settings: list[str], folder: Path | None = None) ->
     """Prepare this process as a rank of a launcher, before torch and MPI are imported.
 
     :param job: path of the job file, or the job as a dict
-    :param settings: settings "section.key=value" that override those of the job
+    :param settings: settings "section.key=value" that override settings of the job
     :param folder: run directory; None: the job names it
     :return: seconds that MPI may take to start
     """
@@ -327,7 +331,11 @@ def _replay(options) -> int:
 
 
 def _check_replay(options) -> None:
-    """Raise UserError if options of `replay` exclude each other."""
+    """Check that no options of `replay` exclude each other.
+
+    :raises UserError: if two options exclude each other, or if an option requires another that is
+        missing
+    """
     is_fork = options.fork is not None
     if (is_fork or options.blame or options.audit) and (
         options.place is not None or options.rounds

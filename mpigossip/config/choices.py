@@ -41,7 +41,7 @@ Tables = Mapping[str, Table]
 
 @dataclass(frozen=True)
 class BuilderSpec:
-    """Entry of a table: the builder of a name, and the facts that are needed without calling it."""
+    """Entry of a table for one name: its builder, and what the name implies for other settings."""
 
     made_by: Callable | str
     """Builder, whose keyword-only parameters are the options of the name. A string
@@ -69,7 +69,7 @@ class BuilderSpec:
 
     @property
     def build(self) -> Callable:
-        """Builder, imported if it is given by name."""
+        """Builder of the name; if `made_by` is a string, it is imported now."""
         if callable(self.made_by):
             return self.made_by
         module, _, name = self.made_by.partition(":")
@@ -80,7 +80,7 @@ class BuilderSpec:
 
         :param options: options of the job, by name; an option of value None counts as unset
         :param context: argument that is passed to each rule
-        :return: new values by option; options for which a rule returns None are left out
+        :return: the computed values by option; if a rule returns None, its option is left out
         """
         unset = {key: rule for key, rule in self.follows.items() if options.get(key) is None}
         values = {key: rule(context) for key, rule in unset.items()}
@@ -96,7 +96,7 @@ def spec_of(table: Table, name: Any) -> BuilderSpec | None:
 
 
 def options_of(table: Table, name: Any) -> Collection[str]:
-    """Return the names of the options of ``name``; none if it is not in the table."""
+    """Return the names of the options of ``name``; none if ``name`` is not in the table."""
     spec = spec_of(table, name)
     return keyword_only(spec.build)[0] if spec else ()
 
@@ -116,7 +116,8 @@ def check_name(
     :param values: keys and values of the section
     :param setting_keys: keys of the section that are not options
     :param table: table of the names
-    :param others: paths that a misspelled key may stand for, in addition to the keys here
+    :param others: settings of other sections, as "section.key", that messages about an unknown key
+        may suggest
     :return: the values with the defaults of the options, and an error message for each problem
     """
     section, key = path.split(".")
@@ -151,9 +152,10 @@ def check_options(
     :param values: keys and values of the section
     :param setting_keys: keys of the section that are not options
     :param build: builder that takes the options
-    :param others: paths that a misspelled key may stand for, in addition to the keys here
-    :return: the values with converted and with missing options, and an error message for each
-        problem; a value that cannot be converted is kept
+    :param others: settings of other sections, as "section.key", that messages about an unknown key
+        may suggest
+    :return: the values, with options converted and missing options added, and an error message for
+        each problem; a value that cannot be converted is kept
     """
     parameters, accepts_any = keyword_only(build)
     complete = dict(values)
@@ -181,7 +183,8 @@ def check_options(
 def keyword_only(build: Callable) -> tuple[dict[str, tuple[Any, Any]], bool]:
     """Return the keyword-only parameters of ``build``, and whether it accepts any others (`**`).
 
-    :return: annotation and default of each parameter, by name; and true if there is a `**kwargs`
+    :return: for each parameter, by name, its annotation and default; and true if ``build`` has a
+        parameter `**kwargs`
     """
     try:
         hints = typing.get_type_hints(build, include_extras=True)

@@ -1,8 +1,8 @@
 """Defaults of a job that depend on the names that it chooses.
 
-A name implies settings of later sections: `algorithm.name = "diloco"` implies
-`cadence.name = "cpsgd"`. The builder of a name has options with defaults of their own.
-`with_defaults` adds both to the sections of a job, and leaves the sections that it gets unchanged.
+A name implies settings of later sections: `algorithm.name = "diloco"` implies `cadence.name =
+"cpsgd"`. The builder of a name also has options, which have defaults. `with_defaults` returns
+copies of the sections with the implied settings and these defaults.
 """
 
 import re
@@ -54,8 +54,8 @@ def may_be_unset(path: str) -> bool:
 def names_in_effect(sections: Sections, tables: Tables) -> dict[str, Any]:
     """Return the name at each setting that holds one, by path, in the order of the sections.
 
-    The name is the value of the setting; if that is missing or unset, the value that an earlier
-    name implies; otherwise the default of the setting.
+    The name in effect is the value of the setting. If the setting is missing or unset, it is the
+    value that an earlier name implies, or otherwise the default of the setting.
     """
     order = list(SECTIONS)
     paths = {*NAMES.values(), *tables}
@@ -91,7 +91,7 @@ def with_defaults(
 def _with_implied(
     sections: Mapping[str, dict[str, Any]], names: Mapping[str, Any], tables: Tables
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Add the settings that ``names`` imply; report those that contradict a fixed value."""
+    """Add the settings that ``names`` imply; report settings that contradict a fixed value."""
     result = {name: dict(section) for name, section in sections.items()}
     problems = []
     for path, table in tables.items():
@@ -136,12 +136,12 @@ def _with_options(
 def _check_local(
     values: Mapping[str, Any], names: Mapping[str, Any], tables: Tables
 ) -> list[str] | None:
-    """Check section `[local]` of an algorithm with its own local step.
+    """Check that section `[local]` is empty if the algorithm has its own local step.
 
     :param values: keys and values of the section
     :param names: names in effect, by path
     :param tables: for each setting that holds a name, the table of its names
-    :return: an error message for each problem; None if the algorithm takes a local step, so that
+    :return: an error message for each problem; None if the algorithm has no own local step, so that
         the section is checked like any other
     """
     local = names[LOCAL]

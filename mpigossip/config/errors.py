@@ -18,7 +18,7 @@ checkpoint (EX_TEMPFAIL); the batch scripts in jobs/ then submit the job again."
 
 
 class UserError(ValueError):
-    """Error that the user can correct: the message names the value, the limit and a remedy."""
+    """Error that the user can correct; its message names the value, the limit and a remedy."""
 
     rank: int | None = None
     """Rank that the launcher gave to this process, set if each process detects the error on its
@@ -26,14 +26,14 @@ class UserError(ValueError):
 
 
 class Failure(Exception):
-    """Failure after which a run cannot continue; the message names the cause and the place."""
+    """Failure after which a run cannot continue; its message names the cause."""
 
     code = FAILED
     """Exit code of the process."""
 
 
 class NonFiniteError(Failure, ArithmeticError):
-    """Failure due to NaN or infinity in a loss, message or state; it names the step and node."""
+    """Failure due to NaN or infinity in a loss, message or state; its message names the node."""
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -41,7 +41,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def output_error(error: OSError | None = None) -> str:
-    """Return why standard output cannot be written, such as a full disk; "" if it can be written.
+    """Return the reason why standard output cannot be written, or "" if it can be written.
 
     After an error, standard output is redirected to the null device, so that no later write fails,
     not even at exit. A closed pipe is not an error, because its reader needs no more output.

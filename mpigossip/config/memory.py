@@ -21,6 +21,6 @@ def require_memory(needed: int, settings: str) -> None:
     memory = host_memory()
     if needed > memory:
         raise JobError(
-            f"not enough memory: {settings} need {format_bytes(needed)}, and this host has "
+            f"not enough memory: {settings} require {format_bytes(needed)}, but this host has "
             f"{format_bytes(memory)}; make {settings} smaller"
         )

@@ -40,13 +40,14 @@ def find(inside: str) -> Path:
     """Return the path of a file or folder inside `jobs/`.
 
     :param inside: path relative to `jobs/`
-    :raises JobError: if it is in none of :func:`folders`
+    :raises JobError: if none of the :func:`folders` contains this path
     """
     for folder in folders():
         if (folder / inside).exists():
             return folder / inside
     raise JobError(
-        f'"{inside}" is in none of {", ".join(map(str, folders()))}: reinstall mpigossip'
+        f'the file "{inside}" of mpigossip is in none of {", ".join(map(str, folders()))}: '
+        "reinstall mpigossip"
     )
 
 
@@ -57,7 +58,7 @@ def examples(patterns: Sequence[str] = EXAMPLES) -> dict[str, Path]:
 
 
 def given(source: Path | str) -> Path:
-    """Return ``source`` as a path, or the path of the example job or study of this name."""
+    """Return the path of a file: ``source`` is its path, or the name of an example job or study."""
     path = Path(source)
     if path.suffix or path.parent.name or path.is_file():
         return path
@@ -89,7 +90,7 @@ def copy(name: str, folder: Path) -> list[Path]:
     code = "\n".join(path.read_text("utf-8") for path in files if path.suffix == ".py")
     existing = [folder / path.name for path in files if (folder / path.name).exists()]
     if existing:
-        raise JobError(f"{existing[0]} exists; name another folder with --to")
+        raise JobError(f"{existing[0]} exists already; name another folder with --to FOLDER")
     imports = [
         paths[module] for module in re.findall(r"^from (\w+) import", code, re.M) if module in paths
     ]
@@ -99,6 +100,6 @@ def copy(name: str, folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise JobError(
-            f"--to {folder}: a file with this name exists; name another folder"
+            f"--to {folder}: a file with this name exists; give the path of a folder"
         ) from None
     return [Path(shutil.copyfile(path, folder / path.name)) for path in sorted(files)]

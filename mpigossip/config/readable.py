@@ -30,7 +30,7 @@ def pluralize(count: int, word: str) -> str:
 
 
 def abbreviate(names: Sequence[str], limit: int = 4) -> str:
-    """Join the first ``limit`` names by commas, and add the number of remaining ones."""
+    """Join the first ``limit`` names by commas, and add the number of further names."""
     remaining = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + remaining
 
@@ -48,9 +48,9 @@ OF_STDOUT = "of_standard_output"
 
 
 def print_safe(*texts: object, **options: Any) -> None:
-    """Print texts after :func:`printable`; the whole package prints by this function only.
+    """Print texts after :func:`printable`; the whole package prints only by this function.
 
-    If standard output cannot be written, the OSError has the attribute `OF_STDOUT`.
+    :raises OSError: with the attribute `OF_STDOUT`, if standard output cannot be written
     """
     try:
         print(*map(printable, texts), **options)
@@ -91,7 +91,7 @@ def wrapped(text: str, indent: str = "") -> str:
 
 
 def cells(row: Iterable[Any]) -> list[Any]:
-    """Return a row for a CSV file in which no spreadsheet takes a text for a formula.
+    """Return the cells of a row for a CSV file, in which no spreadsheet sees a formula.
 
     Texts that begin with =, +, - or @ get an apostrophe in front.
     """

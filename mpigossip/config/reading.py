@@ -72,7 +72,7 @@ def read(source: Path | str | Mapping) -> dict[str, Any]:
 
     :param source: path of a TOML file, name of an example, TOML text as a string of several lines,
         or a dict of sections
-    :return: a copy of the sections, which may be changed
+    :return: the sections as new dicts, which the caller may change
     :raises JobError: if the file cannot be read or is not TOML
     """
     if isinstance(source, Mapping):
@@ -88,7 +88,9 @@ def read(source: Path | str | Mapping) -> dict[str, Any]:
             except FileNotFoundError:
                 raise JobError(f"{where}: no such file; {_suggest_files(path)}") from None
             except (OSError, ValueError) as error:
-                raise JobError(f"{where} can't be read as text: {error}") from None
+                raise JobError(
+                    f"{where} can't be read as text: {error}; give a TOML file"
+                ) from None
         try:
             tables = tomllib.loads(str(text))
         except (ValueError, RecursionError) as error:
@@ -98,7 +100,7 @@ def read(source: Path | str | Mapping) -> dict[str, Any]:
 
 
 def _suggest_files(path: Path) -> str:
-    """Suggest job files from the folder of a ``path`` that does not exist."""
+    """Return a clause that suggests job files from the folder of a ``path`` that does not exist."""
     try:
         names = [file.name for file in path.parent.glob("*.toml")]
         return near(path.name, names) + "; `mpigossip examples` lists the installed examples"
@@ -109,7 +111,7 @@ def _suggest_files(path: Path) -> str:
 def _apply_overrides(
     raw: Sections, overrides: Sequence[str], tables: Tables
 ) -> tuple[dict[str, Any], list[str]]:
-    """Apply overrides, and leave out the options of names that they change.
+    """Return sections with overrides applied, and without the options of names that they change.
 
     :return: new sections, and an error message for each override that does not have the form
         section.key=value
@@ -146,8 +148,8 @@ def _apply_overrides(
 def _chosen_names(sections: Sections, tables: Tables) -> dict[str, Any]:
     """Return the name of each section that has options, by section.
 
-    A section without a name is left out, unless its name may be unset: the name in effect counts
-    then.
+    A section that gives no name is left out. If the setting of its name may be unset, the section
+    is included with the name in effect.
     """
     names = names_in_effect(sections, tables)
     return {
@@ -204,7 +206,7 @@ def _keys(section: str) -> set[str]:
 
 
 def _fold_options(name: str, section: dict[str, Any]) -> dict[str, Any]:
-    """Move the keys that the section's dataclass lacks into `options`, if it has that field."""
+    """Move keys for which the section's dataclass has no field to its field `options`, if any."""
     if "options" not in _keys(name):
         return section
     fields_of_section = _keys(name) - {"options"}

@@ -1,4 +1,4 @@
-"""JSON Schema of job files, by which editors complete settings and check them while they are typed.
+"""JSON Schema of job files, by which editors complete and check settings during typing.
 
 The schema is derived from the sections and from the tables of names. It checks types, choices and
 numeric limits. Some conditions need the whole job, or depend on the machine: only the commands
@@ -73,7 +73,7 @@ def section_schema(section: str, tables: Tables) -> dict[str, Any]:
 
 
 def _names_outside(path: str) -> dict[str, Any]:
-    """Return the schema of values of the setting ``path`` that are not in its table."""
+    """Return the schema of those values of the setting ``path`` that its table does not contain."""
     if path == "data.source":
         return {"type": "string"}  # the path of a file
     return {"type": "string", "pattern": f"^({OPEN[path]})$"} if path in OPEN else {}
@@ -82,7 +82,9 @@ def _names_outside(path: str) -> dict[str, Any]:
 def _options_schema(
     key: str, table: Mapping[str, Any], properties: dict[str, Any]
 ) -> dict[str, Any]:
-    """Add the options of all names to ``properties``; return the conditions on them.
+    """Add the options of all names to ``properties``; return the schema that restricts them.
+
+    The schema allows an option only for names that have it.
 
     :param key: setting that holds the name
     :param table: table of the names
@@ -103,7 +105,7 @@ def _options_schema(
         if not accepts_any:
             then["propertyNames"] = {"enum": sorted(settings | set(options))}
         conditions.append({"if": _has_name(key, {"const": name}), "then": then})
-    # Without a name, the options are those of a default that depends on other sections.
+    # Without a name, the valid options depend on a default that depends on other sections.
     known = {"propertyNames": {"enum": sorted(properties)}}
     user_code = {"pattern": f"^{USER_CODE}$"}
     conditions.append({"if": _has_name(key, user_code), "then": {}, "else": known})
@@ -116,7 +118,7 @@ def _has_name(key: str, condition: dict[str, Any]) -> dict[str, Any]:
 
 
 def type_schema(hint: Any) -> dict[str, Any]:
-    """Return the schema of a type annotation; of an unknown type, the schema of any value."""
+    """Return the schema of a type annotation; for an unknown type, the schema of any value."""
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     if hasattr(hint, "__metadata__"):
@@ -136,7 +138,7 @@ def type_schema(hint: Any) -> dict[str, Any]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass, as one line."""
+    """Return, by field of a dataclass, the docstring below the field, as one line."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
     docs = {}

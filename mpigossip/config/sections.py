@@ -178,7 +178,7 @@ class AlgorithmSection:
 
     @property
     def blends(self) -> bool:
-        """Return whether a setting blends the received average into x."""
+        """True if `blend` or `blend_end` is set, so that x moves only partly to the average."""
         return self.blend is not None or self.blend_end is not None
 
 
@@ -383,7 +383,7 @@ class ClockSection:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """Section `[checkpoint]`: when checkpoints are written, and how many are kept."""
+    """Section `[checkpoint]`: times at which checkpoints are written, and number of kept ones."""
 
     every_steps: Count = 0
     """Number of steps between two checkpoints; 0: checkpoints are written only at the end and when

@@ -1,4 +1,4 @@
-"""Conversion of plain values, such as those of a TOML file, to the types of annotations.
+"""Conversion of plain values, such as a TOML file contains, to the types of annotations.
 
 `structure` knows bool, int, float, str, Any, Literal, tuples, dictionaries, unions, dataclasses and
 `Annotated` types with a `Limit`. It is strict: it changes no type, except an integer to a float and
@@ -40,8 +40,8 @@ def structure(value: Any, kind: Any, path: str = "", default: object = None) -> 
 
     :param value: scalar, None, or a list or mapping of such values
     :param kind: type, as in an annotation
-    :param path: setting that has the value, as "section.key", for error messages; "" for a whole
-        job
+    :param path: setting that has the value, as "section.key", for error messages; "": the value is
+        a whole job
     :param default: default of the setting, which error messages show unless it is None
     :raises JobError: if the value does not have this type; the message lists all problems
     :raises TypeError: if this module does not know the type
@@ -171,6 +171,6 @@ def _dataclass(value: Any, cls: Any, path: str) -> Any:
 
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
-    """Return the type of each field of a dataclass, with its limits."""
+    """Return the type of each field of a dataclass, with its limits, by the name of the field."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {setting.name: hints[setting.name] for setting in fields(cls)}

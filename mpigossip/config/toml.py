@@ -89,7 +89,7 @@ def plain(value: Any, depth: int = 16) -> Any:
     """Return ``value`` with its lists converted to tuples.
 
     :param value: number, string or None, or a list or mapping of them
-    :param depth: number of nested lists and mappings at which the value is rejected
+    :param depth: number of levels of nested lists and mappings from which on the value is rejected
     :raises BadValue: if TOML or HDF5 cannot store the value, or if a number in it is not finite
     """
     if depth == 0:
@@ -113,7 +113,7 @@ def plain(value: Any, depth: int = 16) -> Any:
 
 
 def plain_table(name: str, table: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return the valid values of section ``name``, and error messages for the other ones."""
+    """Return the valid settings of section ``name``, and error messages for invalid ones."""
     if not isinstance(table, Mapping):
         return {}, [f"{name} = {show(table)}: must be a section [{name}] with keys"]
     values: dict[str, Any] = {}
@@ -127,7 +127,7 @@ def plain_table(name: str, table: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def parse_value(text: str) -> Any:
-    """Parse ``text`` as a TOML value; if it is not one, or is a date, return it as a string."""
+    """Parse ``text`` as a TOML value; if that fails or gives a date, return ``text`` itself."""
     try:
         parsed = tomllib.loads(f"v = {text}")
     except (ValueError, RecursionError):

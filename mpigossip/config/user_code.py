@@ -50,17 +50,17 @@ def import_object(setting: str, name: str, form: str) -> Callable:
         )
     if not callable(imported):
         raise JobError(
-            f'{setting} = "{name}" is a {type(imported).__name__}; it should be a function of '
-            f"{form}"
+            f'{setting} = "{name}" is of type {type(imported).__name__}; it should be a '
+            f"function of {form}"
         )
     return imported
 
 
 def parameters(make: Callable) -> tuple[set[str], set[str]]:
-    """Return the names of the parameters of ``make`` that are not positional-only or variadic.
+    """Return the names of the parameters of ``make`` that can be passed by name.
 
-    :return: names of all these parameters, and names of those without a default; if the signature
-        is not known, the first set is empty and the second is {"?"}
+    :return: names of all these parameters, and names of the parameters among them without a
+        default; if the signature is not known, the first set is empty and the second is {"?"}
     """
     try:
         signature = inspect.signature(make).parameters.values()
@@ -73,15 +73,16 @@ def parameters(make: Callable) -> tuple[set[str], set[str]]:
 def call_factory(
     make: Callable, values: Mapping[str, Any], options: Mapping[str, Any], otherwise: tuple = ()
 ) -> Any:
-    """Call a factory of the user with the known values that it has parameters for, and options.
+    """Call a factory of the user with the options of a job, and with the values that it takes.
 
-    If a parameter without a default is neither known nor an option, the factory is called with
-    positional arguments instead; if these do not fit either, Python's TypeError is raised.
+    If a parameter without a default is neither in ``values`` nor in ``options``, the factory is
+    called with positional arguments instead. If these do not fit either, Python's TypeError is
+    raised.
 
     :param make: factory
-    :param values: values that are passed by name, if the factory has a parameter of this name
+    :param values: values by name; a value is passed if the factory has a parameter of this name
     :param options: options of the job, which are always passed by name
-    :param otherwise: positional arguments of the second kind of call; default: all known values
+    :param otherwise: positional arguments of the second kind of call; if empty, all ``values``
     """
     names, needed = parameters(make)
     if needed <= values.keys() | options.keys():
@@ -113,13 +114,15 @@ def build_checked(
             f'{setting} = "{name}"{with_options}: {describe_exception(error)}'
         ) from error
     if not isinstance(result, kind):
-        text = f"returned {type(result).__name__}; it should return a"
-        raise JobError(f'{setting}: "{name}" {text} {kind.__module__}.{kind.__qualname__}')
+        raise JobError(
+            f'{setting} = "{name}" returned {type(result).__name__}; it should return a '
+            f"{kind.__module__}.{kind.__qualname__}"
+        )
     return result
 
 
 def describe_exception(error: BaseException) -> str:
-    """Describe an exception of user code in a sentence, with the innermost line of that code."""
+    """Return a sentence about an exception of user code, with the innermost line of that code."""
     frame = user_frame(error)
     where = f" at {frame.filename}:{frame.lineno}" if frame else ""
     text = " ".join(str(error).split())

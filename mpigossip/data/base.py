@@ -24,14 +24,14 @@ TEST = 1
 
 
 class Batch(NamedTuple):
-    """Samples of one slot, with their targets."""
+    """Samples of one slot for one step, with their targets."""
 
     inputs: Tensor
     targets: Tensor
 
 
 class Request(NamedTuple):
-    """Samples that form a batch, and the numbers that determine its random numbers."""
+    """Request for a batch: its samples, and the integers that determine its random numbers."""
 
     split: str
     """"train" or "test"."""
@@ -48,7 +48,7 @@ class Request(NamedTuple):
 
 
 class SampleError(Exception):
-    """Error of one sample of a batch; its cause is the exception that was raised."""
+    """Error of one sample of a batch; `__cause__` is the exception that the sample has raised."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -81,7 +81,7 @@ class JobData(ABC):
     """True if the test samples are a stream, which only `Datasets` can have."""
 
     def __init_subclass__(cls, **options: object) -> None:
-        """Set `independent` to False unless the class itself states it."""
+        """Set `independent` of a subclass to False, unless the subclass sets it itself."""
         super().__init_subclass__(**options)
         cls.independent = vars(cls).get("independent", False)
 
@@ -97,18 +97,18 @@ class JobData(ABC):
 
     @abstractmethod
     def load(self, request: Request) -> Nested:
-        """Return the batch of a request in host memory, as it is sent between processes.
+        """Load the batch of a request into host memory, in the form that is sent between processes.
 
-        :raises SampleError: if it is known which sample of the batch raised an exception
+        :raises SampleError: if a sample raises an exception, and it is known which sample this is
         """
 
     def transform(self, batch: Nested) -> Nested:
-        """Return the batch of the model for a loaded batch that was copied to a device."""
+        """Convert a loaded batch, which was copied to a device, to the batch for the model."""
         return batch
 
     @abstractmethod
     def sample(self, split: str) -> Nested:
-        """Return a batch of one sample of ``split``, on which a task and a model are tested."""
+        """Return a batch of one sample of ``split``, with which a run tests its task and model."""
 
     @abstractmethod
     def content_digest(self) -> bytes:

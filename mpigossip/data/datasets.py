@@ -44,15 +44,15 @@ class Datasets(JobData):
     dtype = None
 
     def __init__(self, sets: Sequence[Mapping[str, Any]], data: Data, seed: int, dealt: bool):
-        """Draw one training sample, from which the shape of a sample is taken.
+        """Read one training sample, to determine the shape of a sample.
 
         :param sets: mappings with the keys "train", "test" and optionally "collate": one for each
             local node, or a single one for all nodes
         :param data: section `[data]` of the job
         :param seed: seed of the random numbers that datasets draw
-        :param dealt: whether the rows of a stream are assigned to the nodes in turn, because no
-            node has its own stream
-        :raises JobError: if a dataset has no sample, if a first sample cannot be read, or if the
+        :param dealt: whether all nodes read the same stream, so that its samples are assigned to
+            the nodes in turn
+        :raises JobError: if a dataset has no sample, if its first sample cannot be read, or if the
             nodes have test sets of different sizes
         """
         self.name = data.source
@@ -181,7 +181,7 @@ ROUNDING = 1e-2
 
 
 def compared_indices(count: int) -> np.ndarray:
-    """Return the indices of the samples that ranks compare, spread evenly over ``count``."""
+    """Return the indices of the samples that ranks compare, spread evenly over all ``count``."""
     return np.unique(np.linspace(0, count - 1, min(COMPARED, count)).astype(np.int64))
 
 
@@ -189,8 +189,8 @@ def content_hash(value: Any, values: bool = True) -> bytes:
     """Return a digest of tensors, arrays and numbers in nested containers, for `same_content`.
 
     It consists of a SHA-256, followed by a projection and the norm of each array of floating-point
-    numbers. Strings and other objects enter by their type only: a string may be a path that differs
-    between hosts, and the repr of an object may contain an address.
+    numbers. Strings and other objects contribute only their type: a string may be a path that
+    differs between hosts, and the repr of an object may contain an address.
 
     :param value: tensor, array or number, or a mapping, tuple or list of such values
     :param values: whether the digest depends on the values; otherwise only on types and shapes
@@ -263,7 +263,10 @@ def _project(values: np.ndarray) -> tuple[float, float]:
 
 
 def _item(dataset: Dataset, index: int) -> Any:
-    """Return one sample of a dataset; raise SampleError from any exception."""
+    """Return one sample of a dataset.
+
+    :raises SampleError: if the dataset raises an exception
+    """
     try:
         return dataset[index]
     except Exception as error:
@@ -279,7 +282,7 @@ def _length(dataset: Dataset) -> int | None:
 
 
 def call(make: Callable, data: Data, seed: int, rows: Sequence[int], n: int) -> Any:
-    """Call a custom function in `data.source` and return its result, mappings as `Datasets`.
+    """Call the custom function that `data.source` names; return its result, or `Datasets` of it.
 
     The function gets the arguments that its parameters name: `seed`, `node` and `nodes`, settings
     of section `[data]`, and the further keys of that section. If it has other parameters without a
@@ -291,9 +294,9 @@ def call(make: Callable, data: Data, seed: int, rows: Sequence[int], n: int) -> 
     :param seed: seed of the random numbers that the function draws, and its argument `seed`
     :param rows: indices of the local nodes
     :param n: number of all nodes
-    :return: `Datasets` for a mapping; any other result unchanged
-    :raises JobError: if the function raises an exception, or if its mapping has wrong entries or
-        does not go together with the settings
+    :return: `Datasets` if the result is a mapping, otherwise the result itself
+    :raises JobError: if the function raises an exception, or if its mapping has wrong entries or is
+        incompatible with the settings
     """
     arguments = {f.name: getattr(data, f.name) for f in fields(Data) if f.name != "options"}
     arguments |= {"seed": seed, "nodes": n}
@@ -319,11 +322,12 @@ def call(make: Callable, data: Data, seed: int, rows: Sequence[int], n: int) -> 
 
 
 def _check(mapping: Mapping, data: Data, per_node: bool) -> None:
-    """Raise JobError if the mapping that a custom function returned can't be used.
+    """Check the mapping that a custom function has returned.
 
     :param mapping: the mapping
     :param data: section `[data]` of the job
     :param per_node: whether the function has a parameter `node`
+    :raises JobError: if the mapping can't be used
     """
     error = partial(data_error, data.source)
     extra = mapping.keys() - {*SPLITS, "collate"}
@@ -356,7 +360,7 @@ def _check(mapping: Mapping, data: Data, per_node: bool) -> None:
 
 
 class Draws(NamedTuple):
-    """Starting point for the random numbers of torch, NumPy and Python, given by a few integers."""
+    """Seed of the random numbers of torch, NumPy and Python, which consists of a few integers."""
 
     seed: int
     """Seed of the job."""
@@ -368,9 +372,9 @@ class Draws(NamedTuple):
 def drawing(draws: Draws | list) -> Iterator[None]:
     """Use separate random numbers in this block, and restore the program's generators after it.
 
-    :param draws: starting point of the random numbers; or a list that holds one, which is replaced
-        by the state of the generators at the end of the block, so that a later block continues
-        from there
+    :param draws: seed of the random numbers; or a list that contains a seed. In the list, the seed
+        is replaced by the state of the generators at the end of the block, so that the next block
+        with this list continues from there
     """
     outside = _states()
     begin = draws[0] if isinstance(draws, list) else draws

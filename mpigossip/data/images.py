@@ -30,9 +30,10 @@ Box = tuple[float, float, float, float]
 
 
 def moves(samples: int, seed: int, epoch: int) -> np.ndarray:
-    """Draw the augmentations of "crop-flip" for all samples of a data set: (3, samples) uint8.
+    """Draw the augmentations of "crop-flip" for all samples of a data set in an epoch.
 
-    The rows are top and left of the crop, 0 … 8, and whether the image is mirrored.
+    :return: (3, samples) uint8; the rows are top and left of the crop, 0 … 8, and whether the image
+        is mirrored
     """
     drawn = words(seed, CROP, np.arange(samples, dtype=np.uint64), epoch)
     top, left = drawn[:2] * np.uint64(2 * PAD + 1) >> np.uint64(32)
@@ -40,12 +41,12 @@ def moves(samples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def crop_flip(images: np.ndarray, moved: np.ndarray) -> np.ndarray:
-    """Pad by 4 black pixels, crop at random to the former size, mirror with probability 1/2.
+    """Pad images by 4 black pixels, crop them to their former size, and mirror half of them.
 
     This is the protocol for CIFAR of He et al., "Deep residual learning" (CVPR 2016), section 4.2.
 
     :param images: (B, C, H, W) uint8, overwritten
-    :param moved: (3, B), columns of `moves`
+    :param moved: (3, B), the columns of the result of `moves` for these images
     """
     batch, channels, height, width = images.shape
     padded = np.zeros((batch, channels, height + 2 * PAD, width + 2 * PAD), np.uint8)
@@ -57,12 +58,12 @@ def crop_flip(images: np.ndarray, moved: np.ndarray) -> np.ndarray:
 
 
 def random_box(width: int, height: int, index: int, seed: int, epoch: int) -> tuple[Box, bool]:
-    """Draw the crop of "resized-crop", and whether it is mirrored.
+    """Draw the crop of "resized-crop", and whether the crop is mirrored.
 
-    The area is uniform in 8 % to 100 % of the image, and the aspect ratio is log-uniform in 3/4 to
-    4/3. If ten attempts do not fit into the image, the crop is the largest centred box whose ratio
-    lies within these limits (Szegedy et al., "Going deeper with convolutions", CVPR 2015; in the
-    form of Goyal et al., 2017).
+    The area of the crop is uniformly distributed between 8 % and 100 % of the image, and its aspect
+    ratio log-uniformly between 3/4 and 4/3. If ten draws do not fit into the image, the crop is the
+    largest centred box whose ratio lies within these limits (Szegedy et al., "Going deeper with
+    convolutions", CVPR 2015; in the form of Goyal et al., 2017).
     """
     low = 3 / 4
     high = 4 / 3
@@ -87,7 +88,7 @@ def random_box(width: int, height: int, index: int, seed: int, epoch: int) -> tu
 
 
 def centre_box(width: int, height: int, fraction: float) -> Box:
-    """Return the centred square whose side is `fraction` of the shorter side."""
+    """Return the centred square box whose side is ``fraction`` of the image's shorter side."""
     side = min(width, height) * fraction
     left = (width - side) / 2
     top = (height - side) / 2
@@ -95,7 +96,7 @@ def centre_box(width: int, height: int, fraction: float) -> Box:
 
 
 def resample(image: Image.Image, box: Box, size: tuple[int, int], mirror: bool) -> np.ndarray:
-    """Scale a box of an image bilinearly to `size` (height, width): (C, H, W) uint8."""
+    """Scale a box of an image bilinearly to ``size`` (height, width); return (C, H, W) uint8."""
     if box != (0, 0, image.width, image.height) or size != (image.height, image.width):
         image = image.resize(size[::-1], Image.Resampling.BILINEAR, box=box)
     pixels = np.asarray(image)
@@ -115,9 +116,9 @@ class Recipe(NamedTuple):
 class Images:
     """Decoded batches of a data set of kind "images" or "arrays".
 
-    If images are cached, each is decoded when it is first requested and kept: for "resized-crop" as
-    it was stored, otherwise as it is in a batch. Neither the cache nor the order of calls changes a
-    batch. Calls from several threads are allowed.
+    If images are cached, each image is decoded when it is first requested, and kept in memory. For
+    "resized-crop", it is kept in its stored size, otherwise in the size of the batch. Neither the
+    cache nor the order of calls changes a batch. Several threads may call the methods.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -160,16 +161,16 @@ class Images:
         self.data.close()
 
     def _moves(self, seed: int, epoch: int) -> np.ndarray:
-        """Return the augmentations of an epoch.
+        """Return the augmentations of all samples in an epoch, as `moves` draws them.
 
-        They are drawn for all samples at once, which takes 0.1 µs per sample instead of 4 µs.
+        One draw for all samples takes 0.1 µs per sample instead of 4 µs.
         """
         if self._drawn[0] != (seed, epoch):
             self._drawn = (seed, epoch), moves(len(self.data.train), seed, epoch)
         return self._drawn[1]
 
     def _prepare_cache(self) -> None:
-        """Allocate memory for decoded images; read arrays as a whole."""
+        """Allocate memory for decoded images; if the data set contains arrays, read all of them."""
         if self.data.kind == "arrays":
             self._arrays = {name: self.data.split(name).array() for name in SPLITS}
             self.data.close()
@@ -196,7 +197,7 @@ class Images:
         return images[indices]
 
     def _prepare(self, split: str, index: int) -> np.ndarray:
-        """Return one image in the size of a batch: whole if it has that size, or its centre."""
+        """Return one image in the size of a batch: unchanged if it has this size, or its centre."""
         image = self._image(split, index)
         fraction = TEST_FRACTION if self.random else 1.0
         box = centre_box(image.width, image.height, fraction)
@@ -214,11 +215,13 @@ class Images:
                 height, width = self.data.split(split).sizes[index]
                 # Check this before decoding, which could need a lot of memory.
                 if image.size != (width, height):
-                    raise OSError(f"{image.size} pixels instead of {(int(width), int(height))}")
+                    raise OSError(
+                        f"it has {image.size} pixels instead of {(int(width), int(height))}"
+                    )
                 return image.convert("L" if self.data.channels == 1 else "RGB")
         except (OSError, Image.DecompressionBombError) as error:
             raise OSError(
-                f"{self.recipe.path}: image {index} of {split} is damaged ({error}); "
+                f"{self.recipe.path}: image {index} of {split} can't be decoded ({error}); "
                 "pack the data set again"
             ) from error
 

@@ -41,7 +41,7 @@ GPU slot."""
 
 
 class DataError(Failure):
-    """Error of a data set in the middle of a run."""
+    """Error of a data set, or of a loading process, in the middle of a run."""
 
 
 class _Copy(NamedTuple):
@@ -59,10 +59,10 @@ class DeviceCopier:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start_copy(self, batch: Nested, transform: Callable[[Nested], Any]) -> _Copy:
-        """Start to copy a batch to the device, and to process it there; return at once on a GPU.
+        """Start to copy a batch to the device, and to transform it there; on a GPU, return at once.
 
         :param batch: batch in host memory
-        :param transform: function that makes the batch of the model from the copied one
+        :param transform: function that converts the copied batch to the batch for the model
         """
         if self.stream is None:
             return _Copy(transform(map_tensors(lambda tensor: tensor.to(self.device), batch)), None)
@@ -72,7 +72,7 @@ class DeviceCopier:
             return _Copy(transform(copied), self.stream.record_event())
 
     def finish_copy(self, copy: _Copy) -> Any:
-        """Return the batch; the default stream of the device waits for the copy."""
+        """Return the batch; the default stream of the device waits for its copy and transform."""
         if copy.copied is not None:
             compute = torch.cuda.default_stream(self.device)
             compute.wait_event(copy.copied)
@@ -112,8 +112,8 @@ class Loader(contextlib.AbstractContextManager):
         :param timeout_s: seconds that a process may take for a batch
         :param slots: number of slots of a node; None: the number of devices
         :param local_slots: numbers of the local slots; None: all slots
-        :param joined: batches may be views of one array if that is faster; sums over them may
-            then be rounded in another way
+        :param joined: whether batches may be views of one array if that is faster. Sums over such
+            batches may be rounded differently
         """
         self.data: Any = data
         self.orders: Sequence[Any] = list(orders)  # Share for streams, otherwise Order
@@ -164,7 +164,7 @@ class Loader(contextlib.AbstractContextManager):
             )
 
     def note(self, step: int) -> list[str]:
-        """Return messages about a run that continues at a step."""
+        """Return messages for the user about the data of a run that continues at a step."""
         if not self.data.streams or not step:
             return []
         count = step * self.orders[0].batch
@@ -255,7 +255,7 @@ class Loader(contextlib.AbstractContextManager):
         )
 
     def _loader_options(self) -> dict[str, Any]:
-        """Return settings of all loaders.
+        """Return the arguments that all of torch's `DataLoader` objects get here.
 
         They include a separate generator, so that the random state of the program does not change.
         """

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpigossip.config import Data, JobError
+from mpigossip.config.readable import pluralize
 from mpigossip.data.philox import ORDER, SPLIT, permutation, permutations
 
 
@@ -20,12 +21,13 @@ def partition(
 ) -> list[np.ndarray]:
     """Split the samples over n nodes.
 
-    The sizes of two parts differ by at most one. The kinds are
+    The numbers of samples of two nodes differ by at most one. The kinds are
 
     * "shuffled": random order, split into n parts;
     * "sorted": sorted by label, with samples of a label in the given order, split into n parts;
-    * "mixed": sorted by label, then the first shuffled_percent % of this order are shuffled, split
-      into n parts (De Sa and Lu, DeTAG): 100 is "shuffled", 0 is "sorted";
+    * "mixed": sorted by label; then the first shuffled_percent % of this order are shuffled, and
+      the whole is split into n parts (De Sa and Lu, DeTAG). 100 is the same as "shuffled", and 0 as
+      "sorted";
     * "dirichlet": each class is distributed over nodes in proportions from Dirichlet(alpha) (Hsu,
       Qi, Brown 2019). A full node takes no more samples, and the remaining samples of a class go to
       the other nodes in their proportions, so all nodes have the same number of samples. The
@@ -44,8 +46,8 @@ def partition(
     labels = np.asarray(labels)
     if n > len(labels):
         raise JobError(
-            f"{n} nodes can't share {len(labels)} training samples: use at most "
-            f"{len(labels)} nodes or more data"
+            f"{n} nodes can't share {pluralize(len(labels), 'training sample')}: use at most "
+            f"{pluralize(len(labels), 'node')}, or more data"
         )
     if kind == "dirichlet":
         return _dirichlet(labels, n, seed, alpha)
@@ -60,7 +62,7 @@ def partition(
 
 
 def _dirichlet(labels: np.ndarray, n: int, seed: int, alpha: float) -> list[np.ndarray]:
-    """Distribute each class over the nodes; see `partition`."""
+    """Distribute the samples of each class over the nodes, as `partition` describes "dirichlet"."""
     random = np.random.Generator(np.random.Philox(key=seed & (1 << 64) - 1))
     room = np.array([len(part) for part in np.array_split(np.arange(len(labels)), n)])
     taken: list[list[np.ndarray]] = [[] for _ in range(n)]
@@ -77,7 +79,7 @@ def _fill(samples: int, proportions: np.ndarray, room: np.ndarray) -> np.ndarray
     """Return the number of samples of a class that each node gets, (n,).
 
     :param samples: number of samples of the class
-    :param proportions: fraction of the class for each node, (n,), as far as there is room
+    :param proportions: fraction of the class that each node gets if it has enough room, (n,)
     :param room: number of samples that each node may still get, (n,)
     """
     counts = np.zeros_like(room)
@@ -99,14 +101,14 @@ class Order:
 
     The samples of a step follow from the number of the step, so that a resumed run continues with
     the right samples although checkpoints do not contain the order. An epoch has the same number of
-    steps on every node. Samples of a node that remain at the end of an epoch are dropped; they are
-    other samples in each epoch.
+    steps on every node. Samples of a node that are left over at the end of an epoch are not used in
+    this epoch; each epoch leaves other samples over.
     """
 
     def __init__(
         self, part: np.ndarray, node: int, seed: int, batch: int, steps_per_epoch: int
     ) -> None:
-        """Store the samples of a node.
+        """Create the order of a node.
 
         :param part: indices of the node's samples, int64
         :param node: index of the node
@@ -126,7 +128,7 @@ class Order:
         return step // self.steps_per_epoch
 
     def batch_indices(self, step: int) -> np.ndarray:
-        """Return the samples of a step: (slots × accumulate × batch,) int64."""
+        """Return the indices of the samples of a step: (slots × accumulate × batch,) int64."""
         epoch, position = divmod(step, self.steps_per_epoch)
         draw_together([self], epoch)
         return self.latest[1][position * self.batch : (position + 1) * self.batch]
@@ -146,7 +148,7 @@ def draw_together(orders: Sequence[Order], epoch: int) -> None:
 
 
 class Share(NamedTuple):
-    """Part of a stream that a node reads: every n-th sample, or all samples of its own stream."""
+    """Samples of a stream that a node uses: every n-th sample, or all samples of its own stream."""
 
     node: int
     n: int
@@ -160,8 +162,8 @@ def make_orders(
 ) -> Sequence[Order | Share]:
     """Return the order of samples, or the share of a stream, of each node.
 
-    :param data: a Source or Datasets
-    :param section: section `[data]`
+    :param data: data of the job
+    :param section: section `[data]` of the job
     :param seed: random seed
     :param n: number of nodes
     :param per_step: samples of a node per step
@@ -204,7 +206,7 @@ def orders(parts: Sequence[np.ndarray], seed: int, batch: int) -> list[Order]:
     smallest = min(len(part) for part in parts)
     if smallest < batch:
         raise JobError(
-            f"a node has {smallest} training samples but takes {batch} per step "
+            f"a node has {pluralize(smallest, 'training sample')}, but uses {batch} per step "
             "(slots × data.batch × algorithm.accumulate): make data.batch smaller, or "
             "use fewer nodes or more data"
         )

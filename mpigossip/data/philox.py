@@ -52,20 +52,21 @@ def words(
     :param purpose: one of the purposes of this module
     :param indices: numbers below 2^32, for example of samples
     :param epoch: number of the epoch
-    :param block: distinguishes several draws for the same index, for example of nodes or attempts
+    :param block: number that distinguishes several draws for the same index, such as draws of
+        several nodes or attempts
     """
     return philox((indices, epoch, block, purpose), seed)
 
 
 def permutation(length: int, seed: int, purpose: int, epoch: int = 0, block: int = 0) -> np.ndarray:
-    """Return a random permutation of 0 … length − 1, int64, which sorts 64-bit draws."""
+    """Return a random permutation of 0 … length − 1 (int64): the order that sorts random words."""
     return permutations([length], seed, purpose, epoch, [block])[0]
 
 
 def permutations(
     lengths: Sequence[int], seed: int, purpose: int, epoch: int, blocks: Sequence[int]
 ) -> list[np.ndarray]:
-    """Return a :func:`permutation` for each length and block, drawn at once."""
+    """Return a :func:`permutation` for each pair of a length and a block, in one draw."""
     indices = np.concatenate([np.arange(length, dtype=np.uint64) for length in lengths])
     block_of_index = np.repeat(np.asarray(blocks, np.uint64), lengths)
     drawn = words(seed, purpose, indices, epoch, block_of_index)
@@ -74,6 +75,6 @@ def permutations(
 
 
 def mixed(*numbers: int) -> int:
-    """Return one number of 63 bits from several of 64, for generators with one seed."""
+    """Hash several 64-bit numbers to one number of 63 bits, for generators with one seed."""
     packed = struct.pack(f"<{len(numbers)}Q", *(number & (1 << 64) - 1 for number in numbers))
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

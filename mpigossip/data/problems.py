@@ -26,7 +26,7 @@ NEWTON = 50
 
 @dataclass(frozen=True)
 class Problem:
-    """Functions of n nodes as samples, and the constants in which convergence rates are stated."""
+    """Functions of n nodes as samples, and the constants that convergence rates depend on."""
 
     train: tuple[np.ndarray, ...]
     """Arrays of the functions f_i; the first dimension is n."""
@@ -43,7 +43,7 @@ class Problem:
     """Number of steps per epoch."""
 
     def samples(self) -> dict[str, Any]:
-        """Return the data sets; the function of each node is repeated once per step of an epoch."""
+        """Return the data sets; an epoch uses each node's function once per step."""
         nodes = len(self.train[0])
         train = Functions(*(_float32(np.repeat(array, self.steps, axis=0)) for array in self.train))
         train.targets = np.repeat(np.arange(nodes), self.steps)
@@ -52,7 +52,7 @@ class Problem:
 
 
 class Functions(TensorDataset):
-    """Data set whose samples are functions; ``targets``, for a partition, are their nodes."""
+    """Data set whose samples are functions; ``targets`` are their nodes, for the partition."""
 
     targets: np.ndarray
 
@@ -64,7 +64,7 @@ def _float32(array: np.ndarray) -> torch.Tensor:
 def _spread(
     nodes: int, shape: Sequence[int], size: float, arrangement: Arrangement, random: Any
 ) -> np.ndarray:
-    """Return arrays (n, *shape) with mean 0 over nodes and mean square norm size²."""
+    """Return an array (n, *shape) whose rows have the mean 0 and the mean square norm size²."""
     if arrangement == "smooth":
         wave = np.cos(2 * np.pi * np.arange(nodes) / nodes)
         drawn = np.multiply.outer(wave, random.standard_normal(shape))
@@ -96,7 +96,8 @@ def quadratics(
     :param condition: ratio of the largest and the smallest curvature
     :param bend: standard deviation of log a_ik between nodes; with 0, all nodes have the same a,
         and x̄ evolves as in parallel SGD
-    :param arrangement: differences between nodes
+    :param arrangement: "random": differences between nodes are drawn at random; "smooth": they are
+        proportional to cos(2π i/n) at node i
     :param draw: random seed of the problem
     :param steps: number of steps per epoch
     """

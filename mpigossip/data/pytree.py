@@ -49,7 +49,9 @@ def size(batch: Nested) -> int:
 
 
 def parts(batch: Nested, count: int) -> list[Nested]:
-    """Split the samples into ``count`` equal parts; each part gets all tensors without a dimension.
+    """Split the samples of a batch into ``count`` equal parts.
+
+    Each part gets all tensors that have no dimension.
 
     :raises CutError: if the tensors do not all have one row per sample, or can't be split equally
     """
@@ -79,7 +81,7 @@ def stacked(batches: Sequence[Nested]) -> Nested:
 
 
 def form(batch: Nested) -> str:
-    """Describe the structure in words: `(float32 (8, 2), {"y": int64 (8,)})`."""
+    """Return a text on the structure of a batch, such as `(float32 (8, 2), {"y": int64 (8,)})`."""
     if isinstance(batch, torch.Tensor):
         return f"{str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
     if isinstance(batch, Mapping):

@@ -113,7 +113,7 @@ class Source(JobData):
         return content_hash(parts)
 
     def make_batch(self, split: str, indices: np.ndarray, key: tuple[int, ...] = ()) -> Batch:
-        """Return inputs and targets on the CPU; the parameters are those of :meth:`raw`."""
+        """Return inputs and targets on the CPU; the parameters are the same as for :meth:`raw`."""
         return self.transform(self.load(Request(split, indices, key)))
 
 
@@ -209,9 +209,10 @@ class SyntheticSource(Source):
 
     @cached_property
     def _windows(self) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-        """Windows of noise and the offset of each sample; windows of pattern and of each class.
+        """All windows of z and the offset of each sample; all windows of p and each class's offset.
 
-        They are computed for the first sample, because estimating the costs of a job needs none.
+        They are computed for the first sample, because estimating the costs of a job needs no
+        samples.
         """
         samples = sum(self._counts)
         size = math.prod(self.shape)
@@ -298,23 +299,29 @@ class TextSource(Source):
 
 
 def _joined(ends: np.ndarray, context: int) -> np.ndarray:
-    """Return the first token of each window, with all documents joined.
+    """Return the index of the first token of each window, with all documents joined.
 
-    :param ends: offset (documents + 1,) of each document, and the number of all tokens
+    :param ends: offset of each document, followed by the number of all tokens, (documents + 1,)
     :param context: number of tokens of a sample
     """
     return np.arange(max(ends[-1] - 1, 0) // context) * context
 
 
 def _apart(ends: np.ndarray, context: int) -> np.ndarray:
-    """Return the first token of each window within a document; parameters as of `_joined`."""
+    """Return the index of the first token of each window, if windows lie within documents.
+
+    The parameters are the same as for :func:`_joined`.
+    """
     counts = np.maximum(np.diff(ends) - 1, 0) // context
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(ends[:-1], counts) + within * context
 
 
 def _short(name: str, path: str, ends: np.ndarray, context: int, windows: str) -> str:
-    """Return the error message for a text without a window; ``name`` is its split."""
+    """Return the error message for a text that is shorter than one window.
+
+    :param name: name of its split, "train" or "test"
+    """
     content = f"has {ends[-1]} tokens"
     remedy = ""
     if windows == "apart":
@@ -327,7 +334,10 @@ def _short(name: str, path: str, ends: np.ndarray, context: int, windows: str) -
 
 
 def _user_data(data: config.Data, seed: int, rows: Sequence[int], n: int) -> JobData:
-    """Call a custom function for the local nodes ``rows``; raise JobError if it returns no data."""
+    """Call the custom function of `data.source` for the local nodes ``rows``; return its data.
+
+    :raises JobError: if the function does not return data
+    """
     form = "(seed, **options) that returns torch Datasets or a Source"
     samples = call(import_object("data.source", data.source, form), data, seed, rows, n)
     if not isinstance(samples, JobData):
@@ -342,7 +352,10 @@ def _synthetic(data: config.Data, seed: int) -> Source:
 
 
 def _check_no_images(data: config.Data, need: str) -> None:
-    """Raise JobError if an augmentation is set, which only images can have."""
+    """Check that no augmentation is set, because the data are not images.
+
+    :raises JobError: if `data.augment` is not "none"
+    """
     if data.augment != "none":
         raise JobError(
             f'data.augment = "{data.augment}" is for images; {need} data.augment = "none"'
@@ -369,7 +382,7 @@ def source(data: config.Data, seed: int, rows: Sequence[int] = (0,), n: int = 1)
     :param seed: seed of synthetic samples and of random numbers of custom datasets
     :param rows: indices of the local nodes, for custom functions with a parameter `node`
     :param n: number of all nodes
-    :raises JobError: if settings do not go together, or if there is no such source
+    :raises JobError: if settings contradict each other, or if there is no such source
     :raises StoreError: if a file is not a complete packed dataset
     """
     if data.source in SOURCES:
@@ -448,7 +461,10 @@ def _check_contents(name: str, data: JobData, world: "World") -> None:
 
 
 def _content(name: str, data: JobData) -> bytes:
-    """Return the digest of a few samples; convert exceptions of custom code to JobError."""
+    """Return the digest of a few samples.
+
+    :raises JobError: if custom code raises an exception
+    """
     try:
         return data.content_digest()
     except (UserError, Failure, MemoryError):
@@ -461,7 +477,7 @@ def _content(name: str, data: JobData) -> bytes:
 def _check_equal(
     world: "World", value: Any, text: str, same: Callable[[Any, Any], bool] = operator.eq
 ) -> None:
-    """Raise JobError on all ranks unless they have equal values; collective.
+    """Check that all ranks have equal values; collective.
 
     :param value: value of this rank
     :param text: message with three placeholders: a rank, its host, and the host of rank 0
@@ -475,7 +491,10 @@ def _check_equal(
 
 
 def _packed(path: Path, data: config.Data) -> Source:
-    """Open a packed dataset of images or text; raise JobError if settings do not fit it."""
+    """Open a packed data set of images or text.
+
+    :raises JobError: if settings of section `[data]` are incompatible with it
+    """
     with open_dataset(path) as opened:
         kind = opened.kind
     if kind != "text":

@@ -32,7 +32,7 @@ class Refused(NamedTuple):
 
 
 class SentToWorker:
-    """Base class of objects that prepare a loading process before they restore their attributes."""
+    """Base class of objects that are sent to a loading process, and prepare it on arrival."""
 
     def __reduce__(self):
         return unpack, (type(self), bytes(ForkingPickler.dumps(vars(self))))
@@ -59,7 +59,7 @@ def unpack(kind: type, state: bytes) -> Any:
 
 
 class Requested(SentToWorker, Dataset):
-    """Batches of a job's data by request, as a torch Dataset."""
+    """Torch Dataset whose items are batches: its index is a `Request`."""
 
     def __init__(self, data: JobData):
         self.data = data
@@ -80,7 +80,7 @@ class Requested(SentToWorker, Dataset):
 
 
 class Stream(SentToWorker, IterableDataset):
-    """Batches of the streams of some nodes: for each step and each node, one per slot."""
+    """Torch IterableDataset of batches of streams: for each step and each node, one per slot."""
 
     def __init__(
         self,
@@ -216,7 +216,10 @@ def start_loading(loader: DataLoader, name: str) -> Iterator[Nested]:
 
 @contextlib.contextmanager
 def _no_program() -> Iterator[None]:
-    """Hide the main module from new processes: they would import it, and MPI with it."""
+    """Return a context manager that hides the main module from new processes.
+
+    Otherwise, they would import that module, and MPI with it.
+    """
     program = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -226,7 +229,7 @@ def _no_program() -> Iterator[None]:
 
 
 def end(batches: Any) -> None:
-    """End the processes behind an iterator; do nothing if there are none.
+    """End the loading processes of an iterator, if it has any.
 
     Torch stops watching them first, because a process that aborts while it ends is not an error of
     the run.
@@ -237,12 +240,12 @@ def end(batches: Any) -> None:
 
 
 def unwatch(batches: Any) -> None:
-    """Prevent torch from raising errors when a process behind an iterator ends."""
+    """Prevent torch from raising errors when a loading process of an iterator ends."""
     if getattr(batches, "_worker_pids_set", False):
         signal_handling._remove_worker_pids(id(batches))
         batches._worker_pids_set = False
 
 
 def same(batch: Nested) -> Nested:
-    """Return ``batch`` unchanged, because `Requested` returns complete batches."""
+    """Return ``batch`` unchanged: torch needs a collate function, but batches are complete."""
     return batch

@@ -12,8 +12,7 @@ from mpigossip.cluster.local_devices import (
     slots_of,
     visible_gpus,
 )
-from mpigossip.cluster.ranks import SingleProcess
-from mpigossip.cluster.world import World
+from mpigossip.cluster.world import SingleProcess, World
 from mpigossip.groups.base import Group, Single, Unsharded
 from mpigossip.groups.threads import ThreadGroup
 
@@ -101,7 +100,7 @@ def make_group(
 
         group = RankGroup(group, node)
     if on_gpus:
-        from mpigossip.groups.torch_group import TorchGroup
+        from mpigossip.groups.nccl_inside_node import TorchGroup
 
         group = TorchGroup(group, SingleProcess() if node is None else node, sums, timeout_s)
     return group if shard or group.slots == 1 else Unsharded(group)

@@ -1,10 +1,10 @@
 """Claims of chunks: each chunk is trained in exactly one published round.
 
-A place claims a block, which is a number of consecutive chunks, for its next rounds. A round trains
-one chunk or several (see `members/pace.py`). If the place's chain of records ends early, or if the
-first of these rounds names another claim, then the missing rounds are void: they will never be
-published. The next claim to the block covers exactly the chunks of void rounds. The set of trained
-chunks therefore follows from chains and claims alone.
+A place claims a block of consecutive chunks for its next rounds. A round trains one chunk or
+several (see `members/pace.py`). If the place's chain of records ends early, or if the first of
+these rounds names another claim, then the missing rounds are void, which means that they will never
+be published. The next claim to the block covers exactly the chunks of void rounds. The set of
+trained chunks therefore follows from chains and claims alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Ledger:
     """
 
     def __init__(self, disk, chunks: int, block: int, chance: random.Random):
-        """Describe the ledger of a training.
+        """Create an object for the ledger of a training; it does not read the folder yet.
 
         :param disk: the `RecordStore` of the training's folder
         :param chunks: number of chunks in the whole training
@@ -85,15 +85,15 @@ class Ledger:
 
     @property
     def finished(self) -> bool:
-        """Return whether every block is done."""
+        """True if all blocks are done, so that all chunks are trained."""
         return all(done for _, _, done in self._blocks())
 
     def _unclaimed(self, member: Any) -> tuple[list[Remainder], Remainder | None]:
         """Return the chunks that can be claimed now: whole blocks, and the rest of a claimed block.
 
-        The whole blocks are the first `WINDOW` unclaimed ones. The rest is None if none of the
-        oldest `LOOKS` claimed blocks has void rounds. If no block is unclaimed, all claimed blocks
-        are checked for void rounds.
+        The whole blocks are the first `WINDOW` unclaimed blocks. The rest consists of the chunks of
+        void rounds; it is None if none of the oldest `LOOKS` claimed blocks has void rounds. If no
+        block is unclaimed, all claimed blocks are checked for void rounds.
 
         :param member: the `Place` of this member
         """
@@ -113,7 +113,7 @@ class Ledger:
         return free, next((remainder for remainder in remainders if remainder), None)
 
     def _find_remainder(self, member: Any, block: int, attempts: int) -> Remainder | None:
-        """Return the rest of a block that no member trains any more; None if there is none.
+        """Return the chunks of a block that no member trains any more; None if there are none.
 
         :param member: the `Place` of this member
         :param block: number of the block
@@ -134,7 +134,7 @@ class Ledger:
         return block, attempts, chunk
 
     def _blocks(self) -> Iterator[tuple[int, int, bool]]:
-        """Iterate over the blocks, from the oldest one that is not known to be done.
+        """Iterate over the blocks, from the oldest block that is not known to be done.
 
         Each item is the number of a block, the number of claims to it so far, and whether the block
         is done, which means that all of its chunks are trained.

@@ -33,7 +33,7 @@ MEASURED_ROUNDS = 5
 
 
 class NoModel(StoreError):
-    """Error if there is no undamaged model with which a member could start."""
+    """Error of a member that finds models to start with, none of which can be read."""
 
 
 class StopRequested(Exception):
@@ -41,7 +41,7 @@ class StopRequested(Exception):
 
 
 def digest(state: NodeState) -> str:
-    """Return the SHA-256 of a model's arrays and their names, in the order of the names."""
+    """Return the SHA-256 of the arrays of ``state`` and their names, in the order of the names."""
     sha = hashlib.sha256()
     for name, array in sorted(state.stored().items()):
         sha.update(name.encode())
@@ -56,11 +56,12 @@ def layout(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> str:
 
 
 def rounds_late(own: Sequence[int], age: int) -> int:
-    """Return the number of a member's last rounds that are newer than a peer's model.
+    """Return by how many of a member's own rounds a peer's model is late.
 
     :param own: ages of the models of the member's last rounds (`Round.age`), oldest first
     :param age: age of the peer's model (`Round.age`)
-    :return: at most ``len(own) - 1``, so that it is an index into ``own`` from its end
+    :return: number of ages in ``own`` that are greater than ``age``; at most ``len(own) - 1``, so
+        that it is an index into ``own`` from its end
     """
     return max(0, min(sum(own_age > age for own_age in own), len(own) - 1))
 
@@ -98,12 +99,13 @@ def read_model(
 ) -> NodeState | None:
     """Return a model or a part of it, or None if it is missing, incomplete or damaged.
 
-    Damage is reported once per file.
+    A damaged file is reported once.
 
     :param place: place of the member that reads
     :param version: record of the round that published the model
-    :param failures: list to which errors of the file system are added. They do not show that the
-        model is damaged, so the caller can read it again. None: they are reported like damage
+    :param failures: list to which errors of the file system are added. Such an error does not show
+        that the model is damaged, so the caller can read it again. None: these errors are reported
+        as damage
     :param part: part of the model to return; only the files that contain elements of it are read.
         None: the whole model
     """
@@ -136,7 +138,7 @@ def read_model(
 
 
 def _read_shard(place: Place, version: Round, shard: Shard) -> NodeState:
-    """Read a file of a model and compare it with its record.
+    """Read one file of a model, and compare it with the record of the model's round.
 
     :param place: place of the member that reads
     :param version: record of the round that published the model
@@ -146,13 +148,15 @@ def _read_shard(place: Place, version: Round, shard: Shard) -> NodeState:
     disk = place.disk
     owner = os.lstat(disk.path(f"models/{shard.file}")).st_uid
     if not disk.shared and owner != os.getuid():
-        raise StoreError(f"it belongs to user {owner}; give --shared to use it")
+        raise StoreError(f"it belongs to user {owner}; add --shared to use files of other users")
     entry = Entry(version.place, shard.file, shard.bytes, shard.checksum, shard.parameters)
     state = checkpoint.read_state(disk.root / "models", entry, version.parameters, version.step)
     if digest(state) != shard.digest:
-        raise StoreError("it is not the model that its record describes")
+        raise StoreError("its digest differs from the digest in the record of its round")
     if place.layout not in ("", layout(state.names, state.shapes)):
-        raise StoreError("its parameters differ from those of this member's model")
+        raise StoreError(
+            "its parameters have other names or shapes than the parameters of this member's model"
+        )
     return state
 
 
@@ -173,26 +177,27 @@ class OneRank:
 
         :param work: function that returns a small value that can be pickled. All ranks raise its
             exceptions. It may call :meth:`ask`
-        :param place: the member's place, whose counters the other ranks take over
-        :param read: function that the other ranks call with the argument of :meth:`ask`
+        :param place: place of the member; the other ranks copy its counters from rank 0
+        :param read: function that the other ranks call with the command that rank 0 passes to
+            :meth:`ask`
         """
         return work()
 
     def ask(self, command: Any, read: Callable[[Any], T]) -> list[T]:
         """Call ``read(command)`` on all ranks; return the results in rank order.
 
-        Only rank 0 calls this method, in the ``work`` of :meth:`decide`. The other ranks, which are
-        in :meth:`decide`, too, then call the ``read`` that they have passed there.
+        Only rank 0 calls this method, in the ``work`` of :meth:`decide`. The other ranks then call
+        the function ``read`` that they have passed to :meth:`decide`.
 
-        :param command: value that can be pickled and that is sent to all ranks
-        :param read: function of ``command``
+        :param command: value that is sent to all ranks; it can be pickled
+        :param read: function that rank 0 calls with ``command``
         """
         return [read(command)]
 
     def collect(self, value: T) -> list[T]:
-        """Return the values of all ranks on rank 0, and an empty list on other ranks.
+        """Return the values of all ranks on rank 0, and an empty list on other ranks; collective.
 
-        It is called in the thread that writes models.
+        The thread that writes models calls this method.
         """
         return [value]
 
@@ -202,13 +207,13 @@ class OneRank:
 
 
 class FolderExchange:
-    """Exchange of a member through the folder, which holds its own and its peers' models.
+    """Exchange of a member with its peers, through the files of their models in the folder.
 
     Models are written in a background thread while the next round is trained.
 
-    A member of several ranks has this object on each of them, and methods are collective. Rank 0
-    alone decides, reads and writes records, and uses the place. Each rank reads and writes its part
-    of the models.
+    If a member has several ranks, each rank has such an object, and all ranks call its methods
+    together. Rank 0 alone decides, reads and writes records, and uses the place. Each rank reads
+    and writes its part of the models.
     """
 
     def __init__(
@@ -266,9 +271,9 @@ class FolderExchange:
         return self.decide(lambda: self.place.ended() is not None)
 
     def _read(self, version: Round, failures: list[Exception] | None = None) -> NodeState | None:
-        """Read a model on all ranks like :func:`read_model`; return the part of this rank.
+        """Read a model by :func:`read_model` on all ranks; return the part of this rank.
 
-        If any rank can't read its part, the result is None.
+        If any rank can't read its part, return None.
         """
         answers = self.ranks.ask((version, failures is not None), self._read_part)
         for _, errors, lines in answers:
@@ -281,8 +286,10 @@ class FolderExchange:
     def _read_part(self, command: tuple[Round, bool]) -> tuple[bool, list[Exception], list[str]]:
         """Read the part of this rank.
 
-        :param command: record of the round, and whether to return errors of the file system
-        :return: whether the part was read, errors, and lines that rank 0 has to report
+        :param command: record of the round whose model is read, and whether to return errors of the
+            file system
+        :return: whether the part was read, errors of the file system, and lines that rank 0 has to
+            report
         """
         version, keeps_failures = command
         lines: list[str] = []
@@ -299,18 +306,18 @@ class FolderExchange:
         return state is not None, [cause(error) or error for error in failures or ()], lines
 
     def local_parts(self, versions: Sequence[Round]) -> list[NodeState]:
-        """Return the parts of models that this rank has read in the last decision."""
+        """Return this rank's parts of the models ``versions``, read in the last decision."""
         states = self._read_states
         self._read_states = {}
         return [states[version] for version in versions]
 
     @contextlib.contextmanager
     def stay(self) -> Iterator[None]:
-        """Return a context manager for one stay, which leaves the place if the block fails.
+        """Return a context manager for one stay; if its block fails, it leaves the place.
 
         If other members have closed the place, or if its model has become too old, the block ends
-        without an error, and the caller has to join again. If the place was closed, the member may
-        be silent for twice as many leases in its next stay, but at most for `LEASES`.
+        without an error, and the caller has to join again. If the place was closed, the number of
+        leases for which the member may be silent doubles in its next stay, up to `LEASES`.
         """
         place = self.place
         try:
@@ -335,8 +342,9 @@ class FolderExchange:
         """Join with a new place; return the models whose average the member starts with.
 
         :param about: facts for the first record, see :func:`~mpigossip.runs.members.join.about`;
-            models must have the parameter layout that it names
-        :return: models, empty if the member starts from the seed
+            models must have the parameter layout that these facts name
+        :return: the models; an empty list if the member starts with a model that is initialized
+            from the seed
         :raises Fenced: if other members have closed the new place
         :raises NoModel: if there are models, but all of them are damaged
         """
@@ -358,9 +366,9 @@ class FolderExchange:
         """Read models like :meth:`newest`, from the versions that ``choose`` returns.
 
         If no model can be read, ``choose`` is called again, because newer versions may have
-        replaced the first ones meanwhile. A stale listing may hide these for a while. If a place
-        that is not closed has removed its models, versions are therefore chosen again for at most
-        one lease.
+        replaced the first versions in the meantime. A stale listing may hide the newer versions for
+        a while. If a place that is not closed has removed its models, ``choose`` is therefore
+        called again for at most one lease.
 
         :param choose: function that returns versions in the order of preference
         :param limit: largest number of models to read
@@ -384,7 +392,7 @@ class FolderExchange:
                 time.sleep(self.poll_s)
 
     def _is_replaced(self, version: Round) -> bool:
-        """Return whether a place that is not closed has removed the model of this version."""
+        """Return whether the place of ``version`` is not closed, but has removed this model."""
         listed = all(self.place.disk.exists(f"models/{shard.file}") for shard in version.files)
         return not listed and self.place.refresh(version.place).closed is None
 
@@ -443,8 +451,8 @@ class FolderExchange:
     def _no_model(self, count: int, failures: list[Exception]) -> Exception:
         """Return the exception to raise if no model can be read.
 
-        If there is an error of the file system, the exception is this error: the caller then
-        repeats the reading.
+        If there is an error of the file system, return this error, so that the caller reads the
+        models again. Otherwise, return a :class:`NoModel`.
 
         :param count: number of models that the member has tried to read
         :param failures: errors of the file system, see :func:`read_model`
@@ -499,7 +507,7 @@ class FolderExchange:
         self.place.chunk_s = statistics.median(self._chunk_seconds)
 
     def send(self, state: NodeState) -> int:
-        """Publish this round's model in the background; return its size in bytes.
+        """Publish the model of this round in the background; return its size in bytes.
 
         The call first waits until the model of the previous round is published.
 
@@ -549,8 +557,8 @@ class FolderExchange:
     def _shard(self, draft: Round, state: NodeState) -> Shard | Exception | None:
         """Write the part of this rank to a file; return the description of the file for the record.
 
-        The result is an exception if writing failed, and None if other members have closed the
-        place. The exception is not raised here, because rank 0 waits for a result of each rank.
+        If writing fails, return the exception instead of raising it, because rank 0 waits for a
+        result of each rank. If other members have closed the place, return None.
 
         :param draft: record of the round, without its model
         :param state: part of the model that this rank holds
@@ -570,8 +578,8 @@ class FolderExchange:
     def _write(self, draft: Round, state: NodeState) -> Entry | None:
         """Write a model under a new name; return None if other members have closed the place.
 
-        If they closed it long ago, they also remove its files, even unfinished ones. Writing then
-        fails for a reason that is no outage of the file system.
+        Some time after members have closed a place, they remove its files, even unfinished files.
+        Writing then fails, although there is no outage of the file system.
 
         :param draft: record of the round, without its model
         :param state: the model, or the part of it that this rank holds
@@ -592,7 +600,7 @@ class FolderExchange:
         return entry
 
     def written(self) -> None:
-        """Wait until the model in the background is published.
+        """Wait until the model that is being written in the background is published.
 
         :raises Fenced: if other members have closed this place
         """
@@ -604,9 +612,9 @@ class FolderExchange:
             raise Fenced
 
     def receive(self) -> NodeState | None:
-        """Return a peer's model to average with; None if no peer has a new one.
+        """Return a peer's model to average with; None if no peer has a new model.
 
-        A late model is corrected by :func:`correct_for_age`.
+        If the peer's model is late, :func:`correct_for_age` has corrected it.
 
         :raises TooFarBehind: if this member's model is too old to be averaged
         """

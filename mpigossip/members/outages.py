@@ -50,13 +50,13 @@ T = TypeVar("T")
 
 
 class FolderUnreachable(Failure):
-    """Error if an operation on a training's folder fails for too long; another host may succeed."""
+    """Error of an operation on a training's folder that fails for too long on this host."""
 
     code = STOPPED
 
 
 class ForeignFile(PermissionError):
-    """Error if a file belongs to another user, although the folder is not shared (`--shared`)."""
+    """Error of a file that belongs to another user, although the folder is not `--shared`."""
 
 
 def cause(error: BaseException) -> OSError | None:
@@ -73,7 +73,7 @@ class Outages:
     """Retries of one member's operations on its folder, in its main and in its writing thread."""
 
     def __init__(self, report: Callable[[str], None] = print_note, limit_s: float = START_S):
-        """Start without an outage.
+        """Create the object; there is no outage yet.
 
         :param report: function that prints one line about an outage
         :param limit_s: seconds for which an operation may fail
@@ -107,13 +107,13 @@ class Outages:
     def retry(self, operation: Callable[[], T], path: Path) -> T:
         """Return the result of ``operation``, which is repeated as long as the file system fails.
 
-        Any other error of the operation is raised at once.
+        If an error does not come from the file system, it is raised at once.
 
         :param operation: function that may be called again after any error
         :param path: path for messages, if the error has none
         :raises FolderUnreachable: if the operation fails for longer than the limit
-        :raises StoreError: if it fails for longer than the limit, and only the user can correct the
-            cause
+        :raises StoreError: if the operation fails for longer than the limit, and only the user can
+            correct the cause
         """
         try:
             return operation()
@@ -161,7 +161,7 @@ class Outages:
                     self._past += time.monotonic() - self._since
 
     def _report(self, error: OSError, path: Path) -> None:
-        """Report an outage, at most once per time limit."""
+        """Report an outage, at most once in `limit_s` seconds."""
         with self._lock:
             now = time.monotonic()
             due = now - self._reported > self.limit_s
@@ -171,13 +171,13 @@ class Outages:
 
 
 def _describe(error: OSError, path: Path) -> str:
-    """Return the path and the text of an error; ``path`` is used if the error has none."""
+    """Return a text with the path and the reason of an error; ``path`` is used if it names none."""
     name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else path
     return f"{name}: {error.strerror or error}"
 
 
 def _final(error: OSError, path: Path, limit_s: float) -> Exception:
-    """Return the exception that ends the member; its class decides if the job is queued again.
+    """Return the exception that ends the member; its class decides whether the job is queued again.
 
     :param error: error of the file system
     :param path: path for the message, if the error has none

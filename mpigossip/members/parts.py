@@ -1,10 +1,10 @@
 """Parts of a model: each rank of a member holds a part and writes it to a file, its shard.
 
-A member has L slots, which its k ranks hold in equal numbers, in order. The part of a rank consists
-of consecutive elements of the flat parameters, which belong to its slots; of the elements with the
-same indices of all arrays of the model's size, such as momenta; and of the buffers of its slots.
-In a :class:`~mpigossip.store.checkpoint.NodeState` of a part, ``slot`` is the number of the rank,
-and ``pieces`` maps the name of each such array to its elements in the part.
+A member has L slots, and each of its k ranks holds L/k consecutive slots. The part of a rank
+consists of the elements of the flat parameters that belong to its slots, which are consecutive; of
+the elements with the same indices in all arrays of the model's size, such as momenta; and of the
+buffers of its slots. In a :class:`~mpigossip.store.checkpoint.NodeState` of a part, ``slot`` is the
+number of the rank, and ``pieces`` maps the name of each such array to its elements in the part.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _slot(name: str) -> int | None:
 
 
 def joined(parts: Sequence[NodeState]) -> NodeState:
-    """Join consecutive parts of a model; return them as one state, whose arrays are not divided.
+    """Join consecutive parts of a model, and return one state, as of a member with one rank.
 
     :param parts: parts in the order of their elements, at least one
     :raises StoreError: if the parts differ in the names or shapes of the model's parameters, or in
@@ -112,7 +112,7 @@ def joined(parts: Sequence[NodeState]) -> NodeState:
 
 
 def parts_of(state: NodeState, shards: Sequence[Shard], slots: int) -> list[NodeState]:
-    """Divide a model into the parts that the ranks of another member have written.
+    """Divide a model into parts, in the same way as the ranks of another member did.
 
     :param state: the whole model
     :param shards: entries of the parts' files in the record of that member

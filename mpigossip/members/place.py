@@ -43,11 +43,11 @@ LEASES = 16
 
 
 class Fenced(Exception):
-    """Error if other members have closed this place: its round is void; the member joins again."""
+    """Error of a place that other members have closed; its round is void, and it joins again."""
 
 
 class TooFarBehind(Exception):
-    """Error if a member's model is too old to be averaged; the member then joins again."""
+    """Error of a member whose model is too old to be averaged; the member has to join again."""
 
 
 class TrainingPlan(NamedTuple):
@@ -69,7 +69,7 @@ class TrainingPlan(NamedTuple):
 
 @dataclass
 class Chain:
-    """Summary of the records of another place that this member has read so far."""
+    """Summary of the records of another place, as far as this member has read them."""
 
     promise: float
     """Longest silence, in seconds, that the newest usable record of the place allows."""
@@ -144,8 +144,8 @@ class Place:
     def join(self, promises: int = 1) -> None:
         """Create a place with a number that was never used before.
 
-        :param promises: longest time, in leases, for which this place may be silent between two
-            records; at most `LEASES`
+        :param promises: number of leases for which this place may be silent between two records; at
+            most `LEASES`
         """
         self.disk.outages.limit_s = self.plan.lease_s
         places = self.numbers("places")
@@ -174,9 +174,10 @@ class Place:
     def beginnings(self) -> list[Round]:
         """Return the newest versions to start with, by descending age.
 
-        Only the last 64 present places are read. If none of these has published a model, the closed
-        places with the newest models are read instead. Versions that are more than `BEHIND` older
-        than the newest one are left out. The list is empty if there is no model yet.
+        Only the records of the last 64 present places are read. If none of these places has
+        published a model, the records of the closed places with the newest models are read instead.
+        Versions that are more than `BEHIND` ages older than the newest version are left out. If
+        there is no model yet, the list is empty.
         """
         rounds = [self.refresh(place).last for place in self.present()[-64:]]
         if not any(rounds):
@@ -186,7 +187,7 @@ class Place:
         return self._newest_usable(rounds)
 
     def before(self, versions: Sequence[Round]) -> list[Round]:
-        """Return the versions of the same places one round earlier, if they exist."""
+        """Return, for each of ``versions``, the previous round of its place, if it can be read."""
         records = [
             self.record(version.place, version.round - 1, listed=True)
             for version in versions
@@ -199,8 +200,8 @@ class Place:
 
         :param inputs: versions whose average the member starts with; empty: it starts with a model
             that is initialized from the seed
-        :param about: facts on which the bits of the model depend, such as the versions of packages
-            and the processor
+        :param about: facts on which the exact values of the model depend, such as the versions of
+            packages and the processor
         :raises Fenced: if other members have closed this place
         """
         versions = tuple(version.version for version in inputs)
@@ -214,7 +215,7 @@ class Place:
     # -- what others do ---------------------------------------------------------------------------
 
     def present(self) -> list[int]:
-        """Return the places that are neither closed nor silent, as far as known, in order."""
+        """Return the places, in order, that are not known to be closed or silent for too long."""
         present = {place for place in self.numbers("places") if not self.absent(place)}
         present -= self._closed().keys()
         # A stale listing may lack this member's own place.
@@ -259,8 +260,8 @@ class Place:
         :param place: number of the place
         :param number: number of the record in its chain
         :param listed: whether the record must exist, as in :meth:`RecordStore.read`
-        :return: the record; None if it does not exist; an object of the base class `Record` if it
-            is unusable, or belongs to another place or round
+        :return: the record. If it does not exist, None. If it is unusable or belongs to another
+            place or round, an object of the base class `Record`
         """
         name = record_name(place, number)
         record = self.read(name, Start, Round, Closed, listed=listed)
@@ -275,8 +276,8 @@ class Place:
     def fence(self, place: int) -> None:
         """Close a silent place, unless it publishes its next record first.
 
-        The closing record takes the name of that next record, so exactly one of the two is
-        published. The chain is read again afterwards and shows which one it was.
+        The closing record takes the name of the next record of the place, so only one of the two
+        records is published. The chain is then read again, and shows which record was published.
         """
         chain = self.chains[place]
         record = Closed(place=place, round=chain.next, why="silent", by=self.number)
@@ -290,13 +291,14 @@ class Place:
         self.refresh(place)
 
     def peers(self) -> Iterator[Round]:
-        """Iterate over the versions to average with in this round, best first.
+        """Iterate over the versions of peers to average with in this round, best first.
 
-        The caller takes the first one whose model can be read. :func:`peer_order` determines the
-        order of places. A version is never averaged twice, and a version that is more than `BEHIND`
-        older than the own model is skipped.
+        The caller takes the first version whose model can be read. :func:`peer_order` determines
+        the order of places. A version is never averaged twice, and a version that is more than
+        `BEHIND` ages older than this place's model is skipped.
 
-        :raises TooFarBehind: if the own model is more than `BEHIND` older than a candidate
+        :raises TooFarBehind: if this place's model is more than `BEHIND` ages older than a
+            candidate
         """
         for place in peer_order(self.present(), self.number, self.round):
             version = self.refresh(place).last
@@ -352,14 +354,14 @@ class Place:
         return chunks_of_round(self.chunk_s, others, self.plan.longest)
 
     def trained(self, name: str, claim: Claim, count: int) -> tuple[int, bool]:
-        """Return how many chunks of a claim are trained, and whether no more will follow.
+        """Return the number of a claim's trained chunks, and whether no further one can follow.
 
         If the claim is incomplete and its place has been silent for longer than it promised, the
         place is closed.
 
         :param name: name of the claim in the ledger
         :param claim: the claim
-        :param count: number of chunks that it covers
+        :param count: number of chunks that the claim covers
         """
         # A claim may have been published although the file system reported an error. Then this
         # place does not train its chunks, and the claim is void as soon as the place has passed the
@@ -447,7 +449,7 @@ class Place:
             self.ledger.finish(record.claim)
 
     def closed_by_others(self, draft: Round) -> bool:
-        """Return whether the name of a round is already taken, so that it can't be published."""
+        """Return whether other members have published a record under the name of this round."""
         return self.disk.exists(record_name(draft.place, draft.round))
 
     def _remove_old(self) -> None:
@@ -459,7 +461,7 @@ class Place:
                 self.disk.remove(f"models/{name}")
 
     def leave(self) -> None:
-        """Close this place's own chain, so that others may claim the chunks it did not train."""
+        """Close the chain of this place, so that other members may claim its untrained chunks."""
         # If the model of the last round has not been published, the name of that round is free, and
         # the closing record has to take it. Otherwise it takes the next name.
         for number in range(max(self.round - 1, 0), self.round + 1):
@@ -487,7 +489,10 @@ class Place:
         return versions
 
     def end(self, versions: Sequence[Round]) -> None:
-        """Publish END, which names the versions to average; this member has read all of them."""
+        """Publish END, which names ``versions``, whose average is the result of the training.
+
+        This member has to have read all of them.
+        """
         names = tuple(sorted(version.version for version in versions))
         self.disk.publish("END", End(place=self.number, versions=names).encode())
         self._end_listed = True
@@ -518,7 +523,7 @@ class Place:
     # -- names ------------------------------------------------------------------------------------
 
     def numbers(self, folder: str) -> list[int]:
-        """Return the names of a folder that are numbers, in ascending order."""
+        """Return the numbers that are names of files in a folder, in ascending order."""
         return [int(name) for name in self.disk.names(folder) if re.fullmatch(r"\d{6,15}", name)]
 
     def _closed(self) -> dict[int, int]:
@@ -540,8 +545,8 @@ class Place:
         :param name: name in the folder
         :param kinds: classes that the record may have
         :param listed: whether the name must exist, as in :meth:`RecordStore.read`
-        :return: the record; None if it does not exist; an object of the base class `Record` if it
-            is unusable, which is reported once
+        :return: the record. If it does not exist, None. If it is unusable, which is reported once,
+            an object of the base class `Record`
         """
         try:
             content = self.disk.read(name, listed)
@@ -551,7 +556,7 @@ class Place:
             return Record(place=0)
 
     def report_once(self, name: str, text: str) -> None:
-        """Report that a file is unusable and ignored, unless that was reported before."""
+        """Report that a file is unusable and therefore ignored; report each file only once."""
         if name not in self._reported:
             self._reported.add(name)
             self.report(f"{name}: {text}; it is ignored")
@@ -560,8 +565,9 @@ class Place:
 def peer_order(places: Sequence[int], place: int, round_: int) -> Iterator[int]:
     """Iterate over the places with which a place may average before a round, best first.
 
-    They follow the one-peer exponential graph over the m present places: the first one is at offset
-    2^(round mod ⌈log2 m⌉), and up to three more follow at the offsets of the next rounds.
+    The order follows the one-peer exponential graph over the m present places: the first place is
+    at offset 2^(round mod ⌈log2 m⌉), and up to three more places follow at the offsets of the next
+    rounds.
 
     :param places: numbers of the present places, in ascending order
     :param place: the place that averages, one of ``places``

@@ -35,7 +35,7 @@ READABLE = 0o444
 
 
 class Unusable(StoreError):
-    """A file exists, but its content or kind is invalid; the message says why."""
+    """Error of a file that exists, but whose content or kind is invalid; the message says why."""
 
 
 class RecordStore:
@@ -49,7 +49,7 @@ class RecordStore:
     link, so that a name never has an incomplete content, and of the folder after it, so that a name
     that others have seen is still there after a crash of the server. Models are flushed in the same
     way before their record appears, so that the work of a published round is not lost. Hints
-    (:meth:`mark`) need none. Removing temporary files and old models only saves space.
+    (:meth:`mark`) need no fsync. Removing temporary files and old models only saves space.
 
     If the file system fails, `Outages` repeats the operation, because such an error does not show
     whether the file exists or is valid. A file counts as missing only if its name was never listed,
@@ -74,7 +74,9 @@ class RecordStore:
         """Files that still have to be removed, because an outage has prevented their removal."""
 
     def path(self, name: str) -> Path:
-        """Return the path of a file in this folder; each operation on a file calls this once.
+        """Return the path of a file in this folder.
+
+        Each operation on a file calls this method once, so that a test can make operations fail.
 
         :param name: name of the file, relative to the folder
         """
@@ -107,11 +109,13 @@ class RecordStore:
         return names
 
     def _check_root(self) -> None:
-        """Raise OSError if the folder has vanished, or was replaced because of an unmount.
+        """Check that the folder exists, and was not replaced because of an unmount.
 
         After an unmount, the mount point remains as an empty folder, in which nothing may be
         created. A folder that is mounted again may have another device or inode number, but it
         contains the names that were listed before.
+
+        :raises OSError: if the folder does not exist, or is such a mount point
         """
         if not self._known:
             return
@@ -121,7 +125,9 @@ class RecordStore:
             seen = {folder.partition("/")[0] for folder in self._known} - {""}
             if seen and seen.isdisjoint(path.name for path in self.root.iterdir()):
                 raise OSError(
-                    errno.ENOTCONN, "an empty folder has its name; mount it again", str(self.root)
+                    errno.ENOTCONN,
+                    "the folder is not mounted, and an empty folder has its name; mount it again",
+                    str(self.root),
                 )
         self._identity = identity
 
@@ -149,7 +155,8 @@ class RecordStore:
 
         :param name: name in the folder
         :param listed: whether the name must exist, because it was listed or because another file
-            depends on it. If the name is not found then, that is an error of the file system
+            depends on it. If such a name is not found, the file system is at fault, and the
+            operation is repeated
         :raises Unusable: if the name is not a regular file, or the file is larger than `LARGEST`
         :raises StoreError: if a listed name was removed, or belongs to another user in a folder
             that is not shared
@@ -294,7 +301,7 @@ class RecordStore:
             _change_mode(descriptor, mode | READABLE)
 
     def open_to_others(self, folder: Path) -> None:
-        """Give a new folder the permissions of the training's folder if that is shared."""
+        """Give a new folder the permissions of the training's folder, if the training is shared."""
         if self.shared:
             _change_mode(folder, stat.S_IMODE(self.root.stat().st_mode))
 
@@ -318,8 +325,9 @@ class RecordStore:
     def make(self, folder: str) -> None:
         """Create a folder and its parents within the training's folder, which has to exist.
 
-        If the training's folder is shared, the new ones get its permissions, in spite of the umask:
-        users who may add names to the training's folder may then also add names to them.
+        If the training's folder is shared, the new folders get its permissions, in spite of the
+        umask: users who may create files in the training's folder may then also create files in the
+        new folders.
         """
         self.retry(lambda: self._make(folder), folder)
 
@@ -337,7 +345,10 @@ class RecordStore:
                 # `Path.is_dir` alone would return False after an error of the file system.
                 mode = os.lstat(created).st_mode
                 if not (stat.S_ISDIR(mode) or (stat.S_ISLNK(mode) and created.is_dir())):
-                    raise StoreError(f"{created} is not a folder; move it away") from None
+                    raise StoreError(
+                        f"{created} is not a folder, but members need a folder of this name; move "
+                        "the file away"
+                    ) from None
                 continue
             self.open_to_others(created)
             is_new = True
@@ -362,9 +373,11 @@ class RecordStore:
 
 
 def _check_kind(path: Path) -> None:
-    """Raise Unusable if a path that can't be opened is no regular file.
+    """Check that a path, which can't be opened, is a regular file.
 
-    If that can't be found out, because the file system fails, return.
+    If the file system fails, so that this can't be determined, return without an error.
+
+    :raises Unusable: if the path is not a regular file
     """
     try:
         mode = os.lstat(path).st_mode
@@ -424,8 +437,8 @@ class Shard(NamedTuple):
 class Record:
     """Base class of all records.
 
-    ``place`` is the member that wrote the record, and the random ``nonce`` makes the content of
-    each record unique. For a `Closed` record, ``place`` is the one that was closed.
+    ``place`` is the place of the member that wrote the record; in a `Closed` record, it is the
+    place that was closed. The random ``nonce`` makes the content of each record unique.
     """
 
     place: int
@@ -439,7 +452,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Start(Record):
-    """Record 0 of a chain, which says how the member started."""
+    """Record 0 of a chain, which names the models and facts with which the member started."""
 
     inputs: tuple[Version, ...]
     """Models whose average the member started with; empty: its model came from the seed."""
@@ -494,14 +507,14 @@ class Round(Record):
 
     @property
     def files(self) -> tuple[Shard, ...]:
-        """Descriptions of the model's files; one file with all elements if there is one rank."""
+        """Descriptions of the model's files; a member of one rank writes one file."""
         whole = Shard(self.file, self.bytes, self.checksum, 0, self.parameters, self.digest)
         return self.shards or (whole,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Closed(Record):
-    """Last record of a chain: the place has left, or was silent for longer than it promised."""
+    """Last record of a chain: the place has left, or was silent for too long and was closed."""
 
     round: int
     why: str
@@ -523,7 +536,7 @@ class Claim(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class End(Record):
-    """End of the training: all chunks are trained, and the result is the average of models."""
+    """Record of the end of a training: all chunks are trained; it names the models to average."""
 
     versions: tuple[Version, ...]
     """Models that are averaged."""
@@ -548,10 +561,10 @@ def parse(content: bytes, name: str, *kinds: type[Record]) -> Any:
         values = json.loads(content)
         cls = KINDS[values.pop("kind")]
         if cls not in kinds:
-            raise ValueError(f'its kind is "{cls.__name__.lower()}"')
+            raise ValueError(f'its kind "{cls.__name__.lower()}" is not allowed here')
         types = {record_field.name: record_field.type for record_field in fields(cls)}
         if not types.keys() - OPTIONAL <= values.keys() <= types.keys():
-            raise ValueError("fields are missing or unknown")
+            raise ValueError("some of its fields are missing or unknown")
         record = cls(**{key: _typed(values[key], str(types[key]), key) for key in values})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Unusable(f"{name} is not a record: {str(error)[:100]}") from None
@@ -581,16 +594,16 @@ def _typed(value: Any, kind: str, name: str) -> Any:
         return tuple(Version(*(_typed(number, "int", name) for number in pair)) for pair in value)
     if kind.startswith("dict") and isinstance(value, dict) and len(value) <= 64:
         return {_typed(k, "str", name): _typed(v, "str", name) for k, v in value.items()}
-    raise ValueError(f'"{name}" is {str(value)[:40]!r}')
+    raise ValueError(f'its field "{name}" has the invalid value {str(value)[:40]!r}')
 
 
 def _shard(values: Any) -> Shard:
-    """Return the description of a file that a list of its fields encodes.
+    """Return the description of a model's file that a list of its fields encodes.
 
     :raises ValueError: if a field is missing or has another type
     """
     texts = ("file", "checksum", "digest")
     kinds = ["str" if name in texts else "int" for name in Shard._fields]
     if not isinstance(values, list) or len(values) != len(kinds):
-        raise ValueError(f'"shards" contains {str(values)[:40]!r}')
+        raise ValueError(f'its field "shards" has the invalid entry {str(values)[:40]!r}')
     return Shard(*(_typed(v, k, "shards") for v, k in zip(values, kinds, strict=True)))

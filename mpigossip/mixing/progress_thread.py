@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from mpigossip.cluster.agreement import with_timeout
+from mpigossip.cluster.communicator import with_timeout
 from mpigossip.cluster.deadline import Deadline, WaitTimeoutError, any_rank_paused
 from mpigossip.cluster.process import PROGRESS, check_process, is_fork
 from mpigossip.mixing.kernels.waiting import Bell, wait_for_requests

@@ -84,15 +84,15 @@ class Point(nn.Module):
 
 
 def point(shape: Shape) -> nn.Module:
-    """Return a :class:`Point` at 0 with the number of elements of the last dimension of samples."""
+    """Return a :class:`Point` at 0; the last dimension of a sample is its number of elements."""
     return Point(torch.zeros(shape[-1]))
 
 
 def factors(shape: Shape, *, rank: Positive = 3, size: AboveZero = 0.3) -> nn.Module:
     """Return a :class:`Point` for the factorization of matrices, (m, k), into U Vᵀ.
 
-    It consists of U, (m, rank), stacked on V, (k, rank). The elements are normal random numbers
-    with standard deviation `size`.
+    The point consists of U, (m, rank), stacked on V, (k, rank). Its elements are normal random
+    numbers with the standard deviation ``size``.
     """
     return Point(size * torch.randn(sum(shape), rank))
 
@@ -122,20 +122,20 @@ def model(
 ) -> nn.Module:
     """Return a model for samples of this shape, with parameters initialized from a seed.
 
-    The global random number generator is not changed. The model is tested on a sample that consists
-    of zeros (or of the last token), and must return scores of all classes.
+    The state of the global random number generator is not changed. The model is tested on a sample
+    of zeros (for tokens, of copies of the last token), and must return a score for each class.
 
-    :param name: name in BUILDERS, or "package.module:factory". A factory is called with the
-        options. It also gets shape and classes, if it has parameters with these names or cannot be
-        called without them
+    :param name: name in BUILDERS, or "package.module:factory". A factory gets the options; if it
+        has parameters `shape` and `classes`, or cannot be called without these values, it gets
+        them, too
     :param shape: shape of a sample, without the batch dimension
     :param classes: number of classes, or of tokens
     :param seed: seed of the initialization
     :param dtype: type of the samples, torch.int64 for tokens; None: do not test the model, which
         may then return anything
     :param options: options of the model, as in section `[model]`
-    :raises JobError: if the model cannot be imported, built or applied to the shape, or if its
-        parameters do not fit into the memory of this host, before that memory is allocated
+    :raises JobError: if the model cannot be imported, built or applied to a sample; or, before
+        memory is allocated, if its parameters do not fit into the memory of this host
     """
     described = _described(name, shape, options)
     memory = host_memory()
@@ -164,7 +164,7 @@ def counted(
     dtype: torch.dtype | None = torch.float32,
     **options: Any,
 ) -> nn.Module:
-    """Return a model whose parameters are only counted, not used.
+    """Return a model whose parameters are to be counted, but not used.
 
     The parameters of this function are the same as of `model`. A large model is built on torch's
     meta device, so that it takes no memory, and is not tested on a sample. If custom code cannot
@@ -214,19 +214,20 @@ def _build(name: str, shape: Shape, classes: int, options: Mapping[str, Any]) ->
         ) from error
     if not isinstance(network, nn.Module):
         raise JobError(
-            f'model.name = "{name}" returned {type(network).__name__}; return a torch.nn.Module'
+            f'model.name = "{name}" returned {type(network).__name__}; it has to return a '
+            "torch.nn.Module"
         )
     return network
 
 
 def _described(name: str, shape: Shape, options: Mapping[str, Any]) -> str:
-    """Return, for messages, a description of a model with the settings that determine its size."""
+    """Return a description of a model for messages, with the settings that determine its size."""
     settings = "".join(f", model.{key} = {options[key]}" for key in _sizes(options))
     return f'model.name = "{name}"{settings}, for samples of shape {tuple(shape)},'
 
 
 def _sizes(options: Mapping[str, Any]) -> list[str]:
-    """Return the names of the options that are integers or lists, which can determine the size."""
+    """Return the names of options that may determine the size of a model: integers and lists."""
     return [key for key, value in options.items() if type(value) in (int, tuple, list)]
 
 
@@ -237,9 +238,9 @@ def _smaller(options: Mapping[str, Any]) -> str:
 
 
 def decayed(module: nn.Module) -> set[str]:
-    """Return the names of the parameters with weight decay, if biases and norms are excluded.
+    """Return the names of the parameters that get weight decay if biases and norms do not.
 
-    These are the parameters with two or more dimensions: matrices, convolutions, embeddings.
+    They are the parameters with two or more dimensions: matrices, convolutions, embeddings.
     """
     return {name for name, parameter in module.named_parameters() if parameter.ndim > 1}
 
@@ -256,7 +257,7 @@ def loss_and_correct(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scores(outputs: Any) -> Tensor:
-    """Return the scores in the output of a model.
+    """Return the scores in ``output``, the output of a model.
 
     The output is a tensor of scores, or an object with the attribute `logits`, as in transformers.
     """
@@ -278,7 +279,7 @@ def _factory(name: str) -> Callable[..., nn.Module]:
 
 
 def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:
-    """Apply the model to a sample, (1, ...), and check the shape of its output."""
+    """Apply the model to a batch of one sample, (1, …), and check the shape of its output."""
     shape = tuple(sample.shape[1:])
     tokens = sample.dtype == torch.int64
     what = f"tokens of shape {shape}, 0 … {classes - 1}" if tokens else f"samples of shape {shape}"
@@ -290,8 +291,8 @@ def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:
             outputs = scores(network(sample))
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise JobError(
-            f'model.name = "{name}" can\'t be applied to {what} ({error}); choose a model or a '
-            "data set that fits"
+            f'model.name = "{name}" can\'t be applied to {what} ({error}); choose another '
+            "model.name, or data of another shape"
         ) from error
     finally:
         network.train(training)

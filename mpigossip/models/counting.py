@@ -29,7 +29,7 @@ INITIALIZERS = frozenset(name for name in vars(nn.init) if name.endswith("_") an
 
 
 class _Uninitialized(TorchFunctionMode):
-    """Mode of torch that skips the initialization of meta tensors.
+    """Mode of torch in which tensors on the meta device are not initialized.
 
     Some initializations would make torch import its compiler, which takes long.
     """
@@ -57,14 +57,13 @@ def on_meta() -> Iterator[None]:
 
 @contextlib.contextmanager
 def limited(described: str, parameters: float, tensors: float, remedy: str) -> Iterator[None]:
-    """Return a context manager that limits the parameters of modules that this thread makes.
-
-    As soon as the limit is exceeded, JobError is raised.
+    """Return a context manager that limits the parameters of modules that this thread creates.
 
     :param described: description of the model, with the settings that determine its size
     :param parameters: largest number of elements of all parameters together
     :param tensors: largest number of parameter tensors
     :param remedy: remedy in the message
+    :raises JobError: as soon as a module exceeds a limit
     """
     thread = threading.get_ident()
     elements = 0
@@ -80,11 +79,13 @@ def limited(described: str, parameters: float, tensors: float, remedy: str) -> I
         count += 1
         elements += parameter.numel()
         if count > tensors:
-            raise JobError(f"{described} has more than {tensors:,} parameter tensors; {remedy}")
+            raise JobError(
+                f"{described} has more parameter tensors than the limit of {tensors:,}; {remedy}"
+            )
         if elements > parameters:
             raise JobError(
                 f"{described} has {elements:,} parameters or more ({format_bytes(4 * elements)} in "
-                f"float32), and at most {parameters:,} are possible; {remedy}"
+                f"float32), but the limit is {parameters:,}; {remedy}"
             )
 
     handle = register_module_parameter_registration_hook(add)
@@ -95,7 +96,7 @@ def limited(described: str, parameters: float, tensors: float, remedy: str) -> I
 
 
 def is_small(module: nn.Module, shape: tuple[int, ...], tokens: bool) -> bool:
-    """Return whether a model may be built and tested on a sample even if nothing is trained.
+    """Return whether a model is small enough to be built and tested by commands that train nothing.
 
     A model with lazy modules counts as small, because its size is known only after it is applied to
     a sample.

@@ -20,13 +20,13 @@ Turn = tuple[Tensor, Tensor]
 
 
 def turns(time: int, size: int, device: torch.device) -> Turn:
-    """Return the cosines and sines of rotary positions (Su et al., 2021).
+    """Return the cosines and sines of the angles of rotary positions (Su et al., 2021).
 
-    The angle of position t is t · BASE^(−2k/D) for k < D/2.
+    The angles of position t are t · BASE^(−2k/D) for k = 0 … D/2 − 1.
 
     :param time: T, number of positions
     :param size: D, width of a head
-    :param device: device of the result
+    :param device: device of the results
     """
     waves = torch.exp(torch.arange(0, size, 2, device=device) * (-math.log(BASE) / size))
     angles = torch.outer(torch.arange(time, device=device, dtype=torch.float32), waves)
@@ -34,7 +34,7 @@ def turns(time: int, size: int, device: torch.device) -> Turn:
 
 
 def turned(x: Tensor, turn: Turn) -> Tensor:
-    """Rotate the pairs (x_k, x_{k+D/2}) of x, (…, T, D), by the angles of their positions."""
+    """Rotate the pairs (x_k, x_{k+D/2}) of x, (…, T, D), by angles from :func:`turns`."""
     cos, sin = (part.to(x.dtype) for part in turn)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -145,10 +145,11 @@ def gpt(
         keys are rotated according to their positions
     :param norm: "layer": LayerNorm; "rms": RMSNorm
     :param bias: whether the linear layers have a bias
-    :param recompute: keep only the input of each block, and compute its activations again during
-        the backward pass. The memory then contains the activations of one block instead of all.
-        This takes a third more computation; the result is bitwise identical
-    :raises JobError: if samples are not tokens, or ``width`` and ``heads`` do not match
+    :param recompute: whether to keep only the input of each block, and to compute its activations
+        again during the backward pass. The memory then contains the activations of one block
+        instead of all blocks. This takes a third more computation; the result is bitwise identical
+    :raises JobError: if samples are not tokens, if ``width`` is not a multiple of ``heads``, or if
+        rotary positions would rotate heads of odd width
     """
     rotary = positions == "rotary"
     if len(shape) != 1:

@@ -37,7 +37,7 @@ class Basic(nn.Module):
         self.extra = out - wide
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output, (B, out, H/stride, W/stride), for x, (B, wide, H, W)."""
+        """Return the block's output, (B, out, H/stride, W/stride), for x, (B, wide, H, W)."""
         y = functional.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
         if self.extra or self.stride > 1:
@@ -72,7 +72,7 @@ class Bottleneck(nn.Module):
         nn.init.zeros_(self.bn3.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output, (B, 4 inner, H/stride, W/stride), for x, (B, wide, H, W)."""
+        """Return the block's output, (B, 4 inner, H/stride, W/stride), for x, (B, wide, H, W)."""
         y = functional.relu(self.bn1(self.conv1(x)))
         y = functional.relu(self.bn2(self.conv2(y)))
         return functional.relu(self.shortcut(x) + self.bn3(self.conv3(y)))
@@ -101,8 +101,8 @@ def resnet56(shape: Shape, classes: int, *, width: Positive = 16) -> nn.Module:
 def resnet50(shape: Shape, classes: int, *, width: Positive = 64) -> nn.Module:
     """Return ResNet-50 for images of the size of ImageNet.
 
-    With 1,000 classes, it has 25.6 million parameters. In blocks with a stride, the 3x3 convolution
-    has it.
+    With 1,000 classes, it has 25.6 million parameters. If a block has a stride, its 3x3 convolution
+    applies it.
 
     :param shape: shape of a sample, (C, H, W)
     :param classes: number of classes
@@ -125,9 +125,9 @@ def resnet50(shape: Shape, classes: int, *, width: Positive = 64) -> nn.Module:
 
 
 def _small(name: str, shape: Shape, classes: int, blocks: int, width: int) -> nn.Module:
-    """Return a network with three stages of blocks at full, half and quarter resolution.
+    """Return a network with three stages of blocks, at full, half and quarter resolution.
 
-    It is the network of section 4.2 of the paper.
+    It is the network for CIFAR in section 4.2 of the paper.
     """
     channels, _, _ = image_shape(shape, name, 4)
     layers: list[nn.Module] = [
@@ -144,7 +144,7 @@ def _small(name: str, shape: Shape, classes: int, blocks: int, width: int) -> nn
 
 
 def _with_head(layers: list[nn.Module], wide: int, classes: int) -> nn.Module:
-    """Return the layers with a mean over pixels and a last layer added, and initialize all of them.
+    """Return ``layers`` followed by a mean over pixels and a last layer, all of them initialized.
 
     Convolutions are initialized as by He et al., and the last layer with standard deviation 0.01
     (Goyal et al., 2017, section 5.1).

@@ -34,7 +34,7 @@ from mpigossip.runs.members.member import average
 from mpigossip.runs.members.ranks import SeveralRanks
 from mpigossip.runs.members.replay import ReplayLog, wanted_of
 from mpigossip.runs.recorder import FIGURE, environment
-from mpigossip.runs.state import plain, put_buffers
+from mpigossip.runs.snapshot_and_restore import plain, put_buffers
 from mpigossip.runs.stopper import Stopper, end_of_allocation
 from mpigossip.store.checkpoint import NodeState, Number
 from mpigossip.store.log import COLUMNS, MEMBER_COLUMNS, LogWriter

@@ -16,9 +16,9 @@ from mpigossip.config.readable import pluralize
 from mpigossip.engine.step import Engine
 from mpigossip.optim.base import LIGHTNING, Wrapper
 from mpigossip.optim.node import LoopNode
-from mpigossip.runs.launch import newest
 from mpigossip.runs.lock import locked
 from mpigossip.runs.run import Run
+from mpigossip.runs.start_and_resume import newest
 from mpigossip.runs.survive import Survival
 from mpigossip.store import checkpoint
 from mpigossip.store.log import COLUMNS

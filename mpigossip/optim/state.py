@@ -25,7 +25,7 @@ from mpigossip.config.readable import pluralize
 from mpigossip.engine.sharded import gather_full, part_like
 from mpigossip.mixing.base import Mixer
 from mpigossip.optim.inner import optimizer_name
-from mpigossip.runs.state import plain
+from mpigossip.runs.snapshot_and_restore import plain
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState, Number
 

@@ -2,14 +2,14 @@
 
 import atexit
 
-from mpigossip.cluster import launcher, ranks
+from mpigossip.cluster import launcher, mpi_world
+from mpigossip.cluster.mpi_world import MPIWorld
 from mpigossip.cluster.process import TIMEOUT_S, report_unused
-from mpigossip.cluster.ranks import World
 from mpigossip.config import JobError
 from mpigossip.config.readable import print_note
 
 
-def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> World:
+def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> MPIWorld:
     """Start MPI, unless it runs already, and join all ranks of the job; call it on every rank.
 
     Under a launcher (srun, mpirun) the world has the launcher's ranks; otherwise it has this
@@ -35,7 +35,7 @@ def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> World:
             f'ranks_per_node = {ranks_per_node!r}: must be 1, "host", or the number of ranks of a '
             "host that form a node"
         )
-    opened = ranks.world(timeout_s)
+    opened = mpi_world.open_world(timeout_s)
     opened.group_into_nodes(ranks_per_node)
     hidden = launcher.hide()
     if opened.nodes.count > 1 and opened.rank == 0:

@@ -1,7 +1,7 @@
 """Warnings of a run about slow nodes (stragglers), diverging nodes, and the state of the cadence.
 
-Rank 0 computes them from the rows that it has gathered for the log, so that they need no messages
-between ranks.
+Rank 0 computes the warnings from the rows that it has gathered for the log, so that they need no
+further messages between ranks.
 """
 
 from collections import deque
@@ -119,7 +119,7 @@ class Divergence:
 
 
 class CadenceWarning:
-    """Warning that the cadence gives about its state, printed once as long as it lasts."""
+    """Warning about the state of the cadence, printed once until the cadence withdraws it."""
 
     def __init__(self, message: Callable[[], str]):
         self._message = message
@@ -135,7 +135,7 @@ class CadenceWarning:
 def watchers(
     section: LogSection, hosts: Sequence[str] = (), cadence: Callable[[], str] = lambda: ""
 ) -> list[Straggler | Divergence | CadenceWarning]:
-    """Return the objects that produce the warnings of a run.
+    """Return the objects that watch the rows of the log and return the warnings of a run.
 
     :param section: section `[log]` of the job, with the limits above which there is a warning
     :param hosts: name of the host of each node

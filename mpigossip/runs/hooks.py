@@ -36,27 +36,27 @@ class Hook:
         """
 
     def step(self, progress, record: StepMetrics) -> None:
-        """Process the metrics of a step, ``record``."""
+        """Process ``record``, the metrics of the step that has just been made."""
 
     def evaluation(self, progress, step: int, result: Evaluation) -> None:
-        """Process the ``result`` of an evaluation, which was made after ``step`` steps."""
+        """Process the ``result`` of an evaluation that was made after ``step`` steps."""
 
     def wants_stop(self, done: int) -> bool:
-        """Return whether the run should end after ``done`` steps.
+        """Return whether the run should end now, after ``done`` steps.
 
-        The result must be equal on all ranks. The method is called after each step, or, if the
-        nodes are asynchronous, each time they write the log.
+        The result must be equal on all ranks. The method is called after each step. If the nodes
+        are asynchronous, it is called only when they write the log.
         """
         return False
 
     def flush(self) -> None:
         """Write buffered output to disk; called before each checkpoint.
 
-        After a restart from that checkpoint, the output must not lack earlier steps.
+        If the run is resumed from that checkpoint, the output must not lack steps before it.
         """
 
     def stop(self, progress, summary: dict[str, Any]) -> None:
-        """End after the last step; ``summary`` is complete on rank 0 only."""
+        """End the observation after the last step; ``summary`` is complete on rank 0 only."""
 
 
 class TensorBoard(Hook):
@@ -81,8 +81,8 @@ class TensorBoard(Hook):
     def _write(self, write: Callable[[Events], None]) -> None:
         """Call ``write`` with the open files on rank 0.
 
-        If the disk reports an error, print a warning, and write nothing from then on: training need
-        not stop, because the log contains all metrics.
+        If the disk reports an error, print a warning, and write nothing from then on. Training
+        continues, because the log contains all metrics.
         """
         if self._writer is None:
             return
@@ -139,7 +139,7 @@ def named_hooks(names: Sequence[str], world: World) -> list[Hook]:
 
     :param names: names in `HOOKS`, or "package.module:factory"
     :param world: ranks of the run, which each factory gets as its argument
-    :raises JobError: on all ranks, if a hook is unknown or can't be built
+    :raises JobError: on all ranks, if a name is unknown, or if a factory raises an error
     """
     with world.raise_together(JobError):
         return [_build_hook(name, world) for name in names]

@@ -36,7 +36,7 @@ NOT_OF_PARTITION = {"batch", "augment", "image_size", "workers", "cache"}
 
 
 class JobNode:
-    """Node of a job. The contract is :class:`mpigossip.runs.node.Node`."""
+    """Local nodes of a job; they implement the protocol :class:`mpigossip.runs.node.Node`."""
 
     counts_all = True
 
@@ -63,13 +63,13 @@ class JobNode:
 
     @property
     def total_steps(self) -> int:
-        """Step at which the job ends."""
+        """Number of steps after which the job ends."""
         last_step = self.assembly.steps_per_epoch * self.job.run.epochs + self.shift
         return last_step if self.job.run.steps is None else min(last_step, self.job.run.steps)
 
     @property
     def finished(self) -> bool:
-        """Return whether no step is left."""
+        """True if the job has made all of its steps."""
         return self.engine.index >= self.total_steps
 
     def average(self) -> None:
@@ -95,11 +95,12 @@ class JobNode:
         return manifest.meta["slots"] == self.group.slots
 
     def check_saved(self, manifest: Manifest, path: Path) -> None:
-        """Check that the same settings give the nodes the same samples as before.
+        """Check that the settings assign the same samples to each node as at the checkpoint.
 
-        The check compares digests of the partition. It is skipped if the number of nodes or the
-        settings of the data have changed, because the partition then has to differ, and for
-        checkpoints of earlier versions, which contain no digest.
+        The check compares digests of the partition, which assigns samples to nodes. It is skipped
+        if the number of nodes or the settings of the data have changed, because the partition then
+        has to differ. It is also skipped for checkpoints of earlier versions, which contain no
+        digest.
 
         :raises StoreError: if the settings are equal, but the partition differs
         """
@@ -115,14 +116,13 @@ class JobNode:
             cause = "its samples or labels have changed; restore the data of the start of the run"
         else:
             cause = (
-                f"NumPy {drawn_by} drew the partition, this is NumPy {installed}: run `pip install "
+                f"NumPy {drawn_by} drew it, but NumPy {installed} is installed: run `pip install "
                 f"numpy=={drawn_by}`, or restore the data if they have changed"
             )
         raise StoreError(
             f'data.partition = "{self.job.data.partition}": the samples of data.source = '
-            f'"{self.job.data.source}" are distributed over nodes in another way than when {path} '
-            "was "
-            f"saved; {cause}"
+            f'"{self.job.data.source}" are not distributed over the nodes as they were when {path} '
+            f"was saved; {cause}"
         )
 
     def restore_counters(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
@@ -203,7 +203,7 @@ class JobNode:
     # -- evaluation -------------------------------------------------------------------------------
 
     def to_evaluate(self) -> bool:
-        """Return whether the current step is the last one, or one at which the job evaluates."""
+        """Return whether the job evaluates at the current step, as it does at the last one."""
         done = self.engine.index
         section = self.job.run
         epoch, over = divmod(done - self.shift, self.assembly.steps_per_epoch)
@@ -212,7 +212,7 @@ class JobNode:
         return self.finished or bool(due or (steps and done % steps == 0))
 
     def evaluate(self, run: Run) -> None:
-        """Evaluate the averaged model and the nodes' own models; waits for all nodes."""
+        """Evaluate the averaged model and each node's own model; collective over all nodes."""
         run.wait_for_nodes("an evaluation")
         trainer = self.trainer
         modules = self.trainer.replicas.modules
@@ -240,7 +240,7 @@ class JobNode:
 
 
 def _partition_settings(job: Job) -> tuple[dict[str, Any], int]:
-    """Return the settings on which the partition depends, besides the number of nodes."""
+    """Return the settings on which the partition of the data depends."""
     data = config.as_dict(job)["data"]
     return {key: data[key] for key in data.keys() - NOT_OF_PARTITION}, job.run.seed
 

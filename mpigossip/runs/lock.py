@@ -17,12 +17,12 @@ SETTING = "run.output"
 
 @contextmanager
 def locked(folder: Path, world: World, setting: str = SETTING) -> Iterator[None]:
-    """Return a context manager that keeps other jobs out of the run directory; collective.
+    """Return a context manager that prevents other jobs from using a run directory; collective.
 
-    On file systems without locks (some Lustre and NFS mounts), it keeps no job out.
+    On file systems without locks (some Lustre and NFS mounts), it prevents nothing.
 
     :param folder: the run directory
-    :param world: ranks of the run; rank 0 holds the lock
+    :param world: ranks of the run; rank 0 locks the folder
     :param setting: setting or parameter that named the folder, for messages
     """
     handle = None
@@ -37,14 +37,14 @@ def locked(folder: Path, world: World, setting: str = SETTING) -> Iterator[None]
 
 
 def lock(folder: Path, setting: str = SETTING) -> TextIO:
-    """Lock a run directory, which is created if it does not exist.
+    """Lock a run directory, and create it if it does not exist; return the file "lock" in it.
 
-    The lock is held until the returned file is closed. On file systems without locks, the file is
-    returned all the same.
+    The directory is locked until that file is closed. On file systems without locks, the file is
+    returned without a lock.
 
     :param folder: the run directory
     :param setting: setting or parameter that named the folder, for messages
-    :raises JobError: if another job holds the lock, or the folder can't be written
+    :raises JobError: if another job has locked the folder, or if the folder can't be written
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Export of a model from a checkpoint: the exact average over nodes, or the model of one node.
 
-Names are those of the model's own ``state_dict()``. Parameters and the statistics of normalization
-layers are averaged in float64, in the order of nodes. An evaluation does the same, so the exported
-values are bitwise identical to the values that were evaluated.
+The arrays have the names of the model's own ``state_dict()``. Parameters and the statistics of
+normalization layers are averaged in float64, in the order of nodes. Evaluations compute the average
+in the same way, so the exported values are bitwise identical to the values that were evaluated.
 """
 
 import tomllib
@@ -35,9 +35,10 @@ def export(path: Path, out: Path, node: int | None = None, trust_model: bool = F
     :param trust_model: import the code of the model, and open the data, that the job of the
         checkpoint names. Leave it False for a checkpoint from somebody else, whose code could do
         anything
-    :return: a text for the terminal: what was written, and three lines of Python that load it
-    :raises StoreError: if ``out`` has another suffix, the node does not exist, or the checkpoint is
-        damaged
+    :return: a text for the terminal: a description of the file, and three lines of Python that load
+        it
+    :raises StoreError: if ``out`` has another suffix, if the node does not exist, or if the
+        checkpoint is damaged
     """
     if out.suffix not in SUFFIXES:
         raise StoreError(f'--out "{out}": the name must end in .safetensors or .pt')
@@ -77,9 +78,9 @@ def model_of(path: Path, node: int) -> dict[str, np.ndarray]:
 
 
 def _by_name(saved: NodeState, mean: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return averaged arrays by the model's own names, in the dtypes of the saved arrays.
+    """Return ``mean`` with the model's own names, and in the dtypes of the saved arrays.
 
-    :param saved: state of a node, whose names, shapes and dtypes are used
+    :param saved: state of a node, which gives the names, shapes and dtypes
     :param mean: averaged arrays by the names of the checkpoint
     """
     values = {}
@@ -99,10 +100,9 @@ def _by_name(saved: NodeState, mean: Mapping[str, np.ndarray]) -> dict[str, np.n
 def _as_saved(
     manifest: Manifest, values: dict[str, np.ndarray]
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """Return the values by the names of the checkpoint, and a note on what is missing.
+    """Return the arrays by the names in the checkpoint, and a note on missing arrays.
 
-    Nothing that the job of the checkpoint names is imported. The note is "" if the values are
-    complete.
+    Nothing that the job of the checkpoint names is imported. The note is "" if no array is missing.
     """
     try:
         job = tomllib.loads(manifest.job)
@@ -134,7 +134,7 @@ def _tensors(values: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
 def _completed(
     manifest: Manifest, values: dict[str, np.ndarray]
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """Return the state_dict of the job's model with these values, and a note on what is missing.
+    """Return the state_dict of the job's model with these values, and a note on missing arrays.
 
     A checkpoint contains neither frozen parameters nor the second names of tied parameters, so the
     model of the job is built again to get them. If this host lacks its data or its code, only the

@@ -1,4 +1,4 @@
-"""Protocol that a run requires of its local nodes, and functions that wait for and close nodes."""
+"""Protocol of the local nodes of a run, and functions that wait for nodes and close them."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from mpigossip.cluster.agreement import CollectiveError
+from mpigossip.cluster.communicator import CollectiveError
 from mpigossip.cluster.world import World
 from mpigossip.config import Job
 from mpigossip.engine.step import Engine
@@ -49,7 +49,7 @@ class Node(Protocol):
         """The slots of the node, in all of its ranks."""
 
     def average(self) -> None:
-        """Exchange the models of the nodes without a gradient."""
+        """Exchange and average the models of the nodes, without a gradient step."""
 
     @property
     def assembly(self) -> Any:
@@ -69,11 +69,12 @@ class Node(Protocol):
     ) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
         """Return arrays and numbers that only this kind of node saves; collective.
 
-        Only the first process of a node returns values, unless each of its processes writes its
+        Only the first process of a node returns values, unless each process of the node writes its
         own file.
 
         :param row: index of the local node
-        :param world: world of the run, on all ranks of which an error is raised
+        :param world: world of the run; if one of its ranks fails to collect values, all of its
+            ranks raise the error
         """
 
     def restore_extra_state(self, row: int, saved: NodeState, mean: Arrays | None) -> list[str]:
@@ -95,9 +96,9 @@ class Node(Protocol):
         """
 
     def restore_counters(self, numbers: Numbers, facts: Mapping[str, Any]) -> None:
-        """Restore the counters of a checkpoint, or of a step that was copied to memory.
+        """Restore the counters of a checkpoint, or of a copy in memory of an earlier step.
 
-        :param numbers: the counters
+        :param numbers: values of the counters by name
         :param facts: entries of the manifest that only this kind of run has
         """
 
@@ -114,7 +115,7 @@ class Node(Protocol):
         """
 
     def copy_step_extras(self, spare: Any) -> Any:
-        """Return a copy of all that changes in each step but is not in the saved state.
+        """Return a copy of the values that change in each step but are not in checkpoints.
 
         :param spare: an earlier copy that is no longer needed, whose memory may be used again
         """
@@ -122,7 +123,7 @@ class Node(Protocol):
     def restore_step_extras(self, saved: Any, world: World) -> list[str]:
         """Restore a result of :meth:`copy_step_extras`; return the names of the restored values.
 
-        If all nodes have a copy, its values are averaged over nodes.
+        If all nodes have a copy, the values are averaged over the nodes.
         """
 
     def close(self, together: bool) -> None:
@@ -144,7 +145,10 @@ class Node(Protocol):
 
 
 def wait_for_nodes(node: Node, world: World) -> None:
-    """Wait until all nodes have made this call; an asynchronous node exchanges while it waits."""
+    """Wait until all asynchronous nodes have made this call, and exchange while waiting.
+
+    Synchronous nodes return at once, because they wait for each other in the next collective call.
+    """
     if node.mixer.synchronous:
         return  # synchronous nodes wait in the next collective call
     all_here = world.start_agree(0)
@@ -168,7 +172,7 @@ def _any_rank_ended(ended: bool, group: Group) -> bool:
 def closing(node: Node, world: World) -> Iterator[None]:
     """Return a context manager that closes the node when its block ends.
 
-    If an exception that other ranks don't share ends the block, only this rank's resources are
+    If an exception that does not occur on all ranks ends the block, only this rank's resources are
     released.
     """
     try:

@@ -108,7 +108,7 @@ def nodes(n: int, devices: Sequence[str], world: World) -> str:
 
 
 def _gossips(engine: Engine) -> bool:
-    """Return whether neighbours exchange; some methods only average over all nodes."""
+    """Return whether the method has exchanges with neighbours, and not only global averages."""
     return ExchangeKind.GOSSIP in engine.cadence.kinds
 
 
@@ -145,7 +145,7 @@ def _graph(graph: Graph) -> str:
 
 
 def _exchange(engine: Engine, graph: Graph, node: NodeSection, world: World) -> str:
-    """Describe the transport to each neighbour of the first local node."""
+    """Return a text on the transports by which the first local node reaches its neighbours."""
     receiver = engine.mixer.local_nodes[0]
     wire = node.wire
     over = "" if wire == "fp32" else f", {wire} on the wire"
@@ -182,9 +182,9 @@ def _listed(nodes: list[int]) -> str:
 
 
 def _traffic(engine: Engine, graph: Graph, world: World) -> str:
-    """Describe the bytes that a node sends per exchange, and those that an all-reduce would send.
+    """Return a text on the bytes that a node sends per exchange, and that an all-reduce would send.
 
-    The bytes are a mean over the rounds of a period.
+    Both are means over the rounds of a period of the graph.
     """
     n = graph.n
     method = engine.method
@@ -216,9 +216,9 @@ def _traffic(engine: Engine, graph: Graph, world: World) -> str:
 
 
 def _state(engine: Engine, graph: Graph) -> str:
-    """Describe the bytes that a node sends to average arrays of the local step.
+    """Return a text on the bytes that a node sends to average arrays of the local step.
 
-    The result is "" if none is averaged.
+    If no array is averaged, return "".
     """
     averages = engine.averages
     if averages is None:

@@ -56,8 +56,8 @@ class Printer(Hook):
         """Find out whether the output is a terminal.
 
         On a terminal, one line is updated in place. Without a launcher, ``stream`` itself is
-        tested. Under a launcher this test would mislead, because Open MPI connects rank 0 to a
-        terminal of its own in any case; the output of the launcher's process is tested instead.
+        tested. Under a launcher, the output of the launcher's process is tested, because Open MPI
+        always connects rank 0 to a pseudo-terminal.
 
         :param world: ranks of the run
         :param stream: file for the output; None: standard output
@@ -159,7 +159,7 @@ class Printer(Hook):
         return "  ".join(words)
 
     def _hidden(self) -> str:
-        """Return a text with the hidden fraction of the exchange time since the last line.
+        """Return a text with the fraction of the exchange time since the last line that was hidden.
 
         An exchange is hidden while the main thread does not wait for it. The text is "" if no
         exchange was timed.
@@ -247,8 +247,8 @@ def print_line(text: str) -> None:
 def silenced(error: OSError) -> None:
     """Print a note that says why standard output can't be written.
 
-    :param error: the error. It is raised again unless it is a known error of standard output, such
-        as a full disk or a closed pipe
+    :param error: error of a write. If it is not a known error of standard output, such as a full
+        disk or a closed pipe, it is raised again
     """
     why = output_error(error)
     if not why:

@@ -1,6 +1,6 @@
 """Progress of a run, and the seconds that it has spent on each purpose.
 
-A run that was interrupted and resumed has several attempts. Times include the earlier ones.
+A run that was interrupted and resumed has several attempts. Times are sums over all attempts.
 """
 
 import time
@@ -60,12 +60,12 @@ class Progress:
     """Number of steps that were done when the first rank failed."""
 
     def warn(self, text: str) -> None:
-        """Print the warning ``text`` at once, and again in the summary; called on rank 0."""
+        """Print the warning ``text`` now, and again with the summary; called on rank 0 only."""
         print_note(text)
         self.warnings.append(text)
 
     def epoch(self, step: int) -> float:
-        """Return the number of epochs done at ``step``."""
+        """Return the number of epochs, with fractions, that are done after ``step`` steps."""
         return (step - self.shift) / self.steps_per_epoch
 
     @property
@@ -82,7 +82,7 @@ SPENT = "spent/"
 class Tally:
     """Sums over the steps of a rank: seconds by purpose, and trained samples.
 
-    Purposes, such as "compute_s" and "exchange_s", are those of the record of a step.
+    The purposes are the keys of `StepMetrics.seconds`, such as "compute_s" and "exchange_s".
     """
 
     spent: dict[str, float] = field(default_factory=dict)
@@ -94,21 +94,21 @@ class Tally:
         self.samples += samples
 
     def numbers(self) -> dict[str, float]:
-        """Return the seconds for a checkpoint."""
+        """Return the seconds by purpose, with the names that they have in a checkpoint."""
         return {f"{SPENT}{name}": seconds for name, seconds in self.spent.items()}
 
     def restore(self, numbers: Mapping[str, Any]) -> None:
-        """Restore seconds and samples from a checkpoint."""
+        """Restore seconds and samples from ``numbers``, the counters of a checkpoint."""
         self.samples = int(numbers.get("samples", 0))
         spent = [name for name in numbers if name.startswith(SPENT)]
         self.spent = {name.removeprefix(SPENT): float(numbers[name]) for name in spent}
 
 
 def shares(spent: Sequence[Mapping[str, float]], samples: int) -> dict[str, float]:
-    """Return mean seconds over ranks and samples per second, for a summary.
+    """Return the seconds by purpose, as means over ranks, and the samples per second.
 
-    :param spent: seconds by purpose, of each rank
-    :param samples: number of samples of all ranks
+    :param spent: for each rank, its seconds by purpose
+    :param samples: number of samples that all ranks together have trained
     """
     names = dict.fromkeys(name for rank in spent for name in rank)
     means = {name: float(np.mean([rank.get(name, 0.0) for rank in spent])) for name in names}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpigossip.cluster.agreement import CollectiveError
+from mpigossip.cluster.communicator import CollectiveError
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.config.readable import print_note
@@ -37,7 +37,7 @@ FIGURE = Column("", "logged by the program", "float64")
 
 
 def evaluation_columns(objective: Objective) -> dict[str, Column]:
-    """Return the columns of evaluations: of the averaged model, and of each node's own model."""
+    """Return the log's columns for evaluations of the averaged model and of each node's model."""
     columns: dict[str, Column] = {}
     for name in ("loss", *objective.metrics):
         columns |= {
@@ -130,12 +130,13 @@ class Recorder(Hook):
         )
 
     def _append_missing(self, progress, rows_by_rank: list) -> None:
-        """Append the steps before a rank failure that survivors have kept, but not yet logged.
+        """Append the rows before a rank failure that survivors have in memory, but not in the log.
 
-        The columns of failed ranks are marked as unknown in these steps.
+        In these rows, the values of failed ranks are marked as unknown.
 
         :param progress: progress of the run
-        :param rows_by_rank: for each survivor, the original ranks of its former world, and its rows
+        :param rows_by_rank: for each survivor: the original ranks of the world before the failure,
+            and the survivor's rows
         """
         # If the log is empty, `next_step` would exclude kept steps before the present one.
         first = 0 if self._writer.empty else self._writer.next_step
@@ -155,7 +156,9 @@ class Recorder(Hook):
         self._writer = self._open(progress, progress.nodes, progress.first_step)
 
     def _others(self, names: Iterable[str]) -> dict[str, Column]:
-        """Return the named columns that not every log has, such as metrics of the task or program.
+        """Return descriptions of the columns in ``names`` that not every log has.
+
+        Examples are the metrics of a task, and metrics that a program logs.
 
         :param names: names of columns; names of columns that every log has are ignored
         """
@@ -202,7 +205,7 @@ class Recorder(Hook):
         self.flush()
 
     def flush(self) -> None:
-        """Gather the kept records on rank 0, which appends them to the log; collective.
+        """Gather all ranks' records in memory on rank 0, which appends them to the log; collective.
 
         If the log can't be written, for example because the disk is full, the setting
         `log.on_error` decides whether the run ends with an error or continues with a note.
@@ -261,7 +264,7 @@ class Recorder(Hook):
         return merged
 
     def _write_or_begin(self, gathered: list, evaluations: list[dict]) -> None:
-        """Append gathered records on rank 0; if the log was removed, begin a new one."""
+        """Append gathered records to the log on rank 0; if the log was removed, begin a new one."""
         try:
             self._write(gathered, evaluations)
         except LogGone as gone:
@@ -307,7 +310,7 @@ class Recorder(Hook):
 def _clock_at(log: Path, first_step: int, nodes: int) -> np.ndarray:
     """Return the virtual time of each node at the end of the step before ``first_step``.
 
-    Times are in seconds, and NaN if the log does not contain them. If the log has another number of
+    Times are in seconds, or NaN if the log does not contain them. If the log has another number of
     nodes, all nodes get the latest time of any node in the log.
 
     :param log: path of the log
@@ -331,7 +334,7 @@ def _join_nodes(
 ) -> np.ndarray:
     """Join the values of a column that all ranks have sent; return an array (steps, nodes).
 
-    Steps that a rank has not sent are filled with the column's value for unknown.
+    For steps that a rank has not sent, the array contains the column's value for "unknown".
 
     :param blocks: for each rank, arrays by name of the column; "step" has the numbers of its steps
     :param name: name of the column
@@ -347,9 +350,10 @@ def _join_nodes(
 
 
 def _mean_of_known(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the element-wise mean over arrays, without NaN; NaN if all values are NaN.
+    """Return the element-wise mean over arrays, in which NaN is ignored.
 
-    If all arrays are equal, the first is returned, so that no rounding changes it.
+    An element that is NaN in all arrays stays NaN. If all arrays are equal, the first is returned,
+    so that no rounding changes it.
     """
     values = np.stack(parts)
     if np.array_equal(values, np.broadcast_to(values[0], values.shape), equal_nan=True):

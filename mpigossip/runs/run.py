@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpigossip.cluster.agreement import CollectiveError
+from mpigossip.cluster.communicator import CollectiveError
 from mpigossip.cluster.world import World
 from mpigossip.config import Job
 from mpigossip.config.errors import UserError
@@ -22,7 +22,7 @@ from mpigossip.runs.printer import Printer, print_line
 from mpigossip.runs.progress import Progress, Tally, shares
 from mpigossip.runs.recorder import Recorder
 from mpigossip.runs.saver import Saver
-from mpigossip.runs.state import restore, snapshot
+from mpigossip.runs.snapshot_and_restore import restore, snapshot
 from mpigossip.runs.stopper import Stopper, end_of_allocation
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
@@ -35,9 +35,11 @@ of the program continues."""
 
 
 def nodes_requested(manifest: checkpoint.Manifest) -> int:
-    """Return the number of nodes that a run was started with; nodes may have failed since.
+    """Return the number of nodes with which the run of a checkpoint was started.
 
-    :raises StoreError: if the manifest holds no valid number
+    The checkpoint may have fewer nodes, because nodes may have failed.
+
+    :raises StoreError: if the manifest contains no valid number
     """
     count = manifest.meta.get("asked", manifest.n)
     if not isinstance(count, int) or not manifest.n <= count <= MOST:
@@ -71,10 +73,10 @@ class Run:
     It starts at step 0 or at a checkpoint. The record of the last step is kept until
     :meth:`close_step`, so that a program can add metrics to it.
 
-    Synchronous nodes write the log after equal numbers of steps. Asynchronous nodes write it
-    together, each after ``log.flush_steps`` of its own steps, and continue to exchange while they
-    wait for each other. If a node ends its loop earlier, it takes part in these calls until all
-    nodes have ended theirs.
+    Synchronous nodes write the log after equal numbers of steps. Asynchronous nodes write it in a
+    collective call, which each of them makes after ``log.flush_steps`` of its own steps; they
+    continue to exchange while they wait for each other. If a node ends its loop earlier, it takes
+    part in these calls until all nodes have ended their loops.
     """
 
     node: Node
@@ -220,9 +222,9 @@ class Run:
     # -- a step -----------------------------------------------------------------------------------
 
     def record_step(self, record: StepMetrics, samples: int | None = None) -> None:
-        """Keep the record of a step until :meth:`close_step`, and ask hooks whether to stop.
+        """Keep the metrics of a step until :meth:`close_step`, and ask the hooks whether to stop.
 
-        :param record: record of the step
+        :param record: metrics of the step
         :param samples: number of samples of the step; None: use the metric "samples" that the
             program logs
         """
@@ -245,7 +247,7 @@ class Run:
     def close_step(self) -> None:
         """Pass the last record to the hooks, and write the log every ``log.flush_steps`` steps.
 
-        Writing the log is collective. Asynchronous nodes write it elsewhere.
+        Writing the log is collective. Asynchronous nodes write it in :meth:`record_step` instead.
         """
         self.hand_over()
         if self._in_step and self.node.engine.index % self.job.log.flush_steps == 0:
@@ -253,7 +255,7 @@ class Run:
             self.recorder.flush()
 
     def hand_over(self) -> None:
-        """Pass the last record to the hooks; not collective."""
+        """Pass the metrics of the last step to the hooks; not collective."""
         record = self.last
         self.last = None
         if record is None:
@@ -271,7 +273,7 @@ class Run:
             observer.step(self.progress, record)
 
     def evaluated(self, result: Evaluation) -> None:
-        """Pass the result of an evaluation of the current step to the observers; collective."""
+        """Pass the result of an evaluation at the current step to the hooks; collective."""
         self.progress.evaluation = result
         for observer in self._observers:
             observer.evaluation(self.progress, self.node.engine.index, result)
@@ -283,7 +285,7 @@ class Run:
 
     @property
     def _in_step(self) -> bool:
-        """Return whether nodes are at equal steps, and all of them in their loops."""
+        """True if all nodes are in their loops, and make the same step."""
         return self._synchronous and self.state is State.RUNNING
 
     def _stops(self, done: int) -> bool:
@@ -360,7 +362,7 @@ class Run:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Take a snapshot of the current step, which is written in the background. Collective."""
+        """Copy the state after the current step; a thread writes it as a checkpoint. Collective."""
         # Nodes that have ended their loops can't take part now: `finish` writes the checkpoint.
         if self.state is not State.PARTLY_ENDED:
             self._save()
@@ -411,7 +413,7 @@ class Run:
 
         Metrics of the last step that the program has not logged before the failure stay unknown.
 
-        :param lost: one line for each failed rank
+        :param lost: for each failed rank, a line with its name and host
         :param parted: whether some nodes have ended their loops, and wait for the others at the end
         """
         node = self.node
@@ -458,7 +460,7 @@ class Run:
             self.state = State.ENDED
 
     def finish(self) -> None:
-        """Save the last step, unless it was saved, and write the summary. Collective."""
+        """Save the last step, unless it is saved already, and write the summary; collective."""
         if not self.is_open:
             return
         node = self.node

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpigossip.cluster.agreement import CollectiveError
+from mpigossip.cluster.communicator import CollectiveError
 from mpigossip.cluster.world import World
 from mpigossip.config import CheckpointSection
 from mpigossip.config.errors import NonFiniteError
@@ -59,7 +59,7 @@ class Saver:
     def begin(
         self, step: int, states: Sequence[tuple[int, NodeState]], meta: Mapping[str, Any]
     ) -> None:
-        """Start to write the local nodes, or the local slots of a node; collective.
+        """Start to write a checkpoint of the local nodes, or of a node's local slots; collective.
 
         :param step: number of steps done
         :param states: pairs (number of a node, its state). The states must not change until
@@ -99,7 +99,7 @@ class Saver:
             now.agreement = self._world.start_agree(int(not now.files.done()))
 
     def finish(self) -> None:
-        """Wait until the checkpoint that was begun is complete; collective."""
+        """Wait until the checkpoint that is being written is complete; collective."""
         now = self._now
         if now is None:
             return
@@ -119,7 +119,7 @@ class Saver:
         self._now = None
 
     def _gather(self, now: _Writing) -> None:
-        """Gather the entries of all nodes on rank 0, whose thread then commits them."""
+        """Gather the manifest's entries on rank 0, whose thread then completes the checkpoint."""
         try:
             written: tuple[Sequence[Entry], Any] = (now.files.result(), None)
         except (OSError, StoreError, NonFiniteError) as exception:
@@ -145,13 +145,14 @@ class Saver:
         try:
             checkpoint.prune(self._folder, self._settings.keep, self._settings.keep_every)
         except StoreError as error:  # The new checkpoint is complete: this must not end the run.
-            print_note(f"an old checkpoint was not removed: {error}")
+            print_note(f"an old checkpoint could not be removed: {error}; the run continues")
         return path
 
     def _failed(self, step: int, errors: Sequence[Any], gone: bool = False) -> None:
         """Raise an error or print a note, as the setting `checkpoint.on_error` says.
 
-        Infinite or NaN values always raise an error. All ranks do the same.
+        All ranks do the same. If the state has infinite or NaN values, an error is raised
+        regardless of the setting.
 
         :param step: number of steps done at the checkpoint
         :param errors: messages or exceptions, equal on all ranks

@@ -26,7 +26,7 @@ MAX_RESERVED_S = 120.0
 def end_of_allocation(wall_clock_s: float, env: Mapping[str, str] = os.environ) -> float | None:
     """Return the seconds from now within which the run must end; None if there is no limit.
 
-    The limit is the end of the scheduler's allocation or ``wall_clock_s``, if that is earlier.
+    The limit is the end of the scheduler's allocation, or ``wall_clock_s`` if this is earlier.
 
     :param wall_clock_s: seconds from now, as the setting `checkpoint.wall_clock_s`; 0: no limit
     :param env: environment variables, among them those in `END_TIMES`
@@ -39,7 +39,7 @@ def end_of_allocation(wall_clock_s: float, env: Mapping[str, str] = os.environ) 
 
 
 class Reserve:
-    """Decision when to stop before a time limit, so that enough time is left for a checkpoint.
+    """Object that decides when to stop, so that enough time is left for a checkpoint.
 
     The reserved time is the sum of three terms:
 
@@ -66,7 +66,7 @@ class Reserve:
         self._minimum_s = min(max(RESERVED_FRACTION * (end or 0.0), MIN_RESERVED_S), MAX_RESERVED_S)
 
     def over(self) -> bool:
-        """Return whether to stop now; to be called once after each step."""
+        """Return whether the run has to stop now; to be called once after each step."""
         now = self._now()
         if self._end is None:
             return False
@@ -80,7 +80,7 @@ class Reserve:
 
     @property
     def reserve(self) -> float:
-        """Seconds that are reserved for stopping."""
+        """Seconds before the time limit that are reserved for stopping, as the class describes."""
         spent = (self._last or 0.0) - self._first
         mean = spent / self._steps if self._steps else 0.0
         return self._minimum_s + 2 * self._longest + self._lag * mean
@@ -138,7 +138,7 @@ class Stopper(Hook):
             deadline.this_rank.sigterm_time = time.monotonic()
 
     def due(self) -> bool:
-        """Return whether a signal has arrived, or so little time is left that the run must stop."""
+        """Return whether a signal has arrived, or only the reserved time is left."""
         self._is_due = self._clock.over() or self._is_due
         return self._is_due
 
@@ -175,7 +175,7 @@ class Stopper(Hook):
             print_note(f"{text}, or the next run stops at once")
 
     def start(self, progress, assembly) -> None:
-        """Drop an agreement from before a rank failure, which will never be complete."""
+        """Discard an agreement from before a rank failure, which will never be complete."""
         self._pending = None
         self._warnings = progress.warnings
 

@@ -1,4 +1,4 @@
-"""Text of the summary of a run, and the formats of its numbers."""
+"""Text of the summary of a run, and the formats of the numbers in it."""
 
 import re
 from typing import Any
@@ -12,9 +12,9 @@ SPLIT = {"compute_s": "compute", "node_s": "node", "exchange_s": "exchange", "id
 
 
 def metrics_of(summary: dict[str, Any]) -> list[str]:
-    """Return the names of the task's metrics in a summary.
+    """Return the names of the task's metrics, as a summary lists them.
 
-    Summaries of earlier versions don't list them; their only metric is "accuracy".
+    Summaries of earlier versions contain no such list; their only metric is "accuracy".
     """
     return str(summary.get("metrics", "accuracy")).split()
 

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 
 from mpigossip.cluster.deadline import Deadline
-from mpigossip.cluster.ranks import SingleProcess, keep_alive
-from mpigossip.cluster.world import World
+from mpigossip.cluster.mpi_world import keep_alive
+from mpigossip.cluster.world import SingleProcess, World
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import pluralize, print_note
 from mpigossip.runs.lock import lock
 from mpigossip.runs.node import Node
 from mpigossip.runs.run import Run
-from mpigossip.runs.state import from_mean, snapshot
+from mpigossip.runs.snapshot_and_restore import from_mean, snapshot
 from mpigossip.store.checkpoint import NodeState, Number
 from mpigossip.store.node_state import is_floating, over_slots
 
@@ -47,9 +47,9 @@ class Stage(Enum):
 
 
 def prepare(job: Job, world: World) -> None:
-    """Make the world survive rank failures if `run.survive` is true and MPI is fault-tolerant.
+    """Let the world survive rank failures if `run.survive` is true and MPI is fault-tolerant.
 
-    If MPI is not fault-tolerant, print a note.
+    If `run.survive` is true but MPI is not fault-tolerant, print a note.
     """
     world.survives = job.run.survive and world.fault_tolerant
     if job.run.survive and world.comm is not None and not world.survives and world.rank == 0:
@@ -278,7 +278,7 @@ class Survival:
     def _report(
         self, world: World, lost: Sequence[str], index: Any, how: Sequence[str]
     ) -> list[str]:
-        """Print on rank 0 which ranks have failed, and how the others continue; collective.
+        """Print on rank 0 which ranks have failed and how the survivors continue; collective.
 
         :param world: ranks that continue
         :param lost: name and host of each failed rank

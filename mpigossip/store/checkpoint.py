@@ -98,7 +98,10 @@ def write_state(path: Path, node: int, state: NodeState) -> Entry:
     slot = state.slot
     fits = flat.shape == (length,) if slot is None else flat.ndim == 1 and flat.size <= length
     if flat.dtype != np.float32 or not fits or len(state.names) != len(state.shapes):
-        raise ValueError(f"parameters {flat.dtype} {flat.shape} do not match a layout of {length}")
+        raise ValueError(
+            f"the state has parameters of type {flat.dtype} and shape {flat.shape}, but its names "
+            f"and shapes describe {length} elements of type float32"
+        )
     stored = state.stored()
     numbers = json.dumps(state.numbers, default=lambda v: v.item())
     names = [*stored, "arrays", "layout", "numbers"]
@@ -131,12 +134,13 @@ def write_state(path: Path, node: int, state: NodeState) -> Entry:
 
 
 def _check_count(path: Path, count: int, what: str, limit: int) -> None:
-    """Raise StoreError if a file would have more objects or text than readers accept.
+    """Check that readers accept the number of objects or bytes of text in a file.
 
     :param path: path of the file
     :param count: number of objects or bytes
     :param what: name of what is counted, for the message
     :param limit: largest number that readers accept
+    :raises StoreError: if ``count`` is larger than ``limit``
     """
     if count > limit:
         raise StoreError(
@@ -155,8 +159,8 @@ def commit(
 ) -> Path:
     """Write the manifest and rename the checkpoint to its final name.
 
-    An existing checkpoint of the same step is replaced, or kept under another name if it is
-    damaged.
+    If a checkpoint of the same step exists, it is replaced; if it is damaged, it is kept under
+    another name.
 
     :param temporary: folder from :func:`begin` in which all nodes have written their files
     :param run: run directory
@@ -165,14 +169,15 @@ def commit(
     :param job: complete job, as TOML
     :param meta: further facts about the checkpoint
     :return: final path of the checkpoint
-    :raises StoreError: if a file is missing here or has another size, or writing fails
+    :raises StoreError: if a file is missing on this host or has another size, or if writing fails
     """
     entries = sorted(entries)
     n = len({entry.node for entry in entries})
     manifests.check_table(entries, n)
     if not temporary.is_dir():
         raise StoreError(
-            f"{temporary} was deleted while it was being written; keep the files of a running job"
+            f"{temporary} was deleted while the checkpoint was written to it; do not delete files "
+            "of a running job"
         )
     for entry in entries:
         path = temporary / entry.file
@@ -266,9 +271,10 @@ def read_node(path: Path, node: int, manifest: Manifest | None = None) -> NodeSt
 
     :param path: folder of the checkpoint
     :param node: index of the node
-    :param manifest: manifest of the checkpoint, with which the files are compared; None: it is
-        read, which takes a time proportional to the number of nodes. To read many nodes, pass it
-    :raises StoreError: if the checkpoint has no such node, or a file is missing or damaged
+    :param manifest: manifest of the checkpoint, with which the files are compared. None: the
+        manifest is read, which takes a time proportional to the number of nodes, so pass it to read
+        many nodes
+    :raises StoreError: if the checkpoint has no such node, or if a file is missing or damaged
     """
     manifest = read_manifest(path) if manifest is None else manifest
     if not 0 <= node < manifest.n:
@@ -324,7 +330,8 @@ def average(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
 def _joined(parts: Sequence[NodeState]) -> NodeState:
     """Join the states of a node's slots to the state of the node.
 
-    :raises ValueError: if the states do not belong together
+    :raises ValueError: if the states differ in names, in shapes or in the paths of their pieces, or
+        if two of them contain the same array
     """
     first = parts[0]
     arrays = dict[str, np.ndarray]()
@@ -332,7 +339,9 @@ def _joined(parts: Sequence[NodeState]) -> NodeState:
         same = (part.names, part.shapes, part.pieces.keys())
         twice = arrays.keys() & (part.arrays.keys() | first.pieces.keys())
         if same != (first.names, first.shapes, first.pieces.keys()) or twice:
-            raise ValueError(f"slots 0 and {part.slot} of a node have different contents")
+            raise ValueError(
+                f"the files of slots 0 and {part.slot} of a node have different contents"
+            )
         arrays |= part.arrays
     for name in first.pieces:
         arrays[name] = np.concatenate([part.pieces[name] for part in parts])
@@ -397,7 +406,7 @@ def _find(run: Path) -> list[tuple[int, Path]]:
 
 
 def _problem(path: Path) -> str:
-    """Return why a checkpoint is not complete, or "" if it is.
+    """Return the reason why a checkpoint is not complete, or "" if it is complete.
 
     :raises StoreError: if this cannot be decided because a file cannot be read
     """
@@ -405,7 +414,9 @@ def _problem(path: Path) -> str:
         for entry in read_manifest(path).entries:
             with reading(file := path / entry.file):
                 if file.stat().st_size != entry.bytes:
-                    raise ValueError(f"it must have {entry.bytes} bytes according to the manifest")
+                    raise ValueError(
+                        f"its size differs from the {entry.bytes} bytes that the manifest lists"
+                    )
     except StoreError as error:
         if getattr(error.__cause__, "errno", None) not in (None, errno.ENOENT, errno.ENOTDIR):
             raise
@@ -434,12 +445,17 @@ def _node_file(path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
                 owner = {"node": entry.node} | ({} if entry.slot is None else {"slot": entry.slot})
                 if facts != {"format": FORMAT, **owner}:
                     expected = ", ".join(f"{kind} {number}" for kind, number in owner.items())
-                    raise ValueError(f"its attributes are {str(facts)[:100]}, not {expected}")
+                    raise ValueError(
+                        f"its attributes {str(facts)[:100]} differ from format, {expected}"
+                    )
                 names = {"parameters", "arrays", "layout", "numbers"}
                 manifests.only(objects, names | ({"pieces"} if "slot" in owner else set()))
                 parameters = guard.dataset(objects, "parameters")
                 if parameters.dtype.str != "<f4" or parameters.shape != (entry.parameters,):
-                    raise ValueError(f"its parameters are {parameters.dtype} {parameters.shape}")
+                    raise ValueError(
+                        f"its parameters have the type {parameters.dtype} and the shape "
+                        f"{parameters.shape}, not float32 and {(entry.parameters,)}"
+                    )
                 yield objects
 
 

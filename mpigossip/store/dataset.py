@@ -59,7 +59,7 @@ class Contradiction(ValueError):
 
 
 def require(condition: Any, message: str) -> None:
-    """Raise Contradiction with this message unless ``condition`` is true."""
+    """Raise Contradiction with the text ``message`` unless ``condition`` is true."""
     if not condition:
         raise Contradiction(message)
 
@@ -176,11 +176,11 @@ class Dataset(AbstractContextManager):
         return tokens
 
     def split(self, name: str) -> Split:
-        """Return the split called "train" or "test"."""
+        """Return the samples of the split ``name``, which is "train" or "test"."""
         return {"train": self.train, "test": self.test}[name]
 
     def close(self) -> None:
-        """Close the file; arrays that were read stay valid. A second call does nothing."""
+        """Close the file. Arrays that were read before stay valid; a second call does nothing."""
         self.train.file.close()
 
     def __exit__(self, *_) -> None:
@@ -225,7 +225,7 @@ def open_dataset(path: Path | str) -> Dataset:
 
 
 def _read(raw: io.FileIO, path: Path) -> Dataset:
-    """Read a data set and check everything except the samples themselves."""
+    """Return the data set in an open file, after checking everything except the samples."""
     size = os.fstat(raw.fileno()).st_size
     with guard.hdf5(raw) as file:
         is_dataset = "format" in file.attrs and guard.attribute(file, "format") == FORMAT
@@ -238,7 +238,10 @@ def _read(raw: io.FileIO, path: Path) -> Dataset:
 
 
 def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], objects: dict[str, Any]) -> Dataset:
-    """Build a data set from attributes and arrays; raise Contradiction if they do not match."""
+    """Build a data set from a file's attributes and arrays.
+
+    :raises Contradiction: if attributes and arrays do not match
+    """
     kind = facts["kind"]
     channels = facts["channels"]
     require(kind in KINDS, f"its kind is {kind!r}, not one of {', '.join(KINDS)}")
@@ -273,7 +276,10 @@ def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], objects: dict[st
 
 
 def _tokenizer(objects: dict[str, Any], facts: dict[str, Any]) -> Tokenizer:
-    """Read the tokenizer of a text; raise Contradiction if an attribute states another name."""
+    """Read the tokenizer of a text.
+
+    :raises Contradiction: if an attribute states another name of the tokenizer
+    """
     stored = guard.array(objects, "tokenizer", "u", 1)
     lengths = guard.array(objects, "lengths", "<i8", 1)
     valid = len(lengths) <= MAX_ENTRIES and len(lengths) > 0 and int(lengths.min()) > 0
@@ -294,7 +300,10 @@ def _tokenizer(objects: dict[str, Any], facts: dict[str, Any]) -> Tokenizer:
 def _split(
     name: str, objects: dict[str, Any], facts: dict[str, Any], classes: int, raw: io.FileIO
 ) -> Split:
-    """Build a split; raise Contradiction if its arrays and attributes contradict each other."""
+    """Build a split from the arrays and attributes of its group.
+
+    :raises Contradiction: if they contradict each other
+    """
 
     def read(part: str, ndim: int) -> np.ndarray:
         return guard.array(objects, f"{name}/{part}", "iu", ndim).astype(np.int64)
@@ -338,7 +347,7 @@ def _split(
 
 
 def show(path: Path | str) -> str:
-    """Describe the content of a data set in a few lines."""
+    """Return a few lines that describe the content of a data set."""
     with open_dataset(path) as data:
         lines = [
             f"{data.path}: {data.kind}, {len(data.classes)} "

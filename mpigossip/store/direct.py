@@ -97,7 +97,7 @@ def _open_direct(path: Path) -> int | None:
 
 
 def _write(buffered: int, direct: int | None, part: PendingWrite, value: int) -> int:
-    """Write a part and return the checksum continued over its bytes.
+    """Write one part; return the CRC-32 of the bytes before it and of the part.
 
     O_DIRECT writes whole pages only, so the remaining bytes are written through the page cache.
 
@@ -122,7 +122,7 @@ def _write(buffered: int, direct: int | None, part: PendingWrite, value: int) ->
 
 
 def _direct(direct: int, pages: memoryview, offset: int) -> int:
-    """Write pages with O_DIRECT; return the number of bytes written, 0 if it is not supported."""
+    """Write whole pages with O_DIRECT; return the bytes written, 0 if it is not supported."""
     if not pages:
         return 0
     try:
@@ -134,12 +134,12 @@ def _direct(direct: int, pages: memoryview, offset: int) -> int:
 
 
 def crc(descriptor: int, start: int, end: int, value: int = 0) -> int:
-    """Return the CRC-32 ``value``, continued over the bytes of a file from ``start`` to ``end``."""
+    """Continue the CRC-32 ``value`` over the bytes of a file from ``start`` to ``end``."""
     buffer = memoryview(bytearray(1 << 19))  # A buffer of this size stays in the processor's cache.
     while start < end:
         count = os.preadv(descriptor, [buffer[: end - start]], start)
         if not count:
-            raise OSError(errno.EIO, f"the file ends at byte {start} of {end}")
+            raise OSError(errno.EIO, f"the file ends at byte {start}, but must have {end} bytes")
         value = zlib.crc32(buffer[:count], value)
         start += count
     return value

@@ -100,8 +100,8 @@ class _Checked:
     """File object for h5py's driver "fileobj", which hides headers that would crash HDF5.
 
     HDF5 2.0 does not check the sizes in the header of a B-tree if the checksum of the header is
-    right. It then divides by a size of 0, allocates 4 GB, or jumps to an invalid address for an
-    unknown type. This object replaces such a header by zeros, which HDF5 rejects.
+    right. With invalid sizes or types, it divides by 0, allocates 4 GB, or jumps to an invalid
+    address. This object replaces such a header by zeros, which HDF5 rejects.
     """
 
     def __init__(self, file: Any) -> None:
@@ -154,7 +154,7 @@ def _sound_list(header: bytes) -> bool:
 
 
 def hdf5(file: Any) -> h5py.File:
-    """Open the HDF5 content of an open binary file for reading, without checking objects."""
+    """Return the HDF5 content of an open binary file, for reading; its objects are not checked."""
     return h5py.File("file", "r", "fileobj", fileobj=_Checked(file))
 
 
@@ -234,7 +234,7 @@ def _objects(content: h5py.File, size: int, again: str) -> dict[str, Any]:
         above, group = groups.pop()
         if len(objects) + group.get_num_objs() > limit:
             raise ValueError(
-                f"more than {limit} groups and arrays in {size} bytes: too many for such a file"
+                f"it has more than {limit} groups and arrays, too many for a file of {size} bytes"
             )
         for link in group:
             name = link.decode()
@@ -247,7 +247,9 @@ def _objects(content: h5py.File, size: int, again: str) -> dict[str, Any]:
             thing = h5o.open(group, link)
             first = paths.setdefault(info.u, path)
             if first != path and {first, path} != {name, f"{again}/{name}"}:
-                raise ValueError(f'"{path}" and "{first}" are the same object')
+                raise ValueError(
+                    f'"{path}" and "{first}" name the same object, which is not allowed here'
+                )
             if isinstance(thing, h5g.GroupID):
                 objects[path] = h5py.Group(thing)
                 groups += [(path + "/", thing)] if first == path else []
@@ -274,23 +276,23 @@ def _bytes(path: str, data: h5d.DatasetID, size: int, tables: bool) -> tuple[int
     if not _plain(kind):
         raise ValueError(f'"{path}" has a type other than numbers or texts of fixed length')
     if data.get_space().get_simple_extent_type() not in (h5s.SCALAR, h5s.SIMPLE):
-        raise ValueError(f'"{path}" is empty')
+        raise ValueError(f'"{path}" is a dataset without a shape')
     layout = creation.get_layout()
     if layout == h5d.VIRTUAL or creation.get_external_count():
-        raise ValueError(f'"{path}" is stored in other files')
+        raise ValueError(f'"{path}" is stored in other files, which is not allowed')
     width = kind.get_size()
     claimed = math.prod(data.shape) * width
     stored = data.get_storage_size()
     filters = [creation.get_filter(k)[0] for k in range(creation.get_nfilters())]
     if tables and layout == h5d.CHUNKED:
         if filters not in ([], [h5z.FILTER_FLETCHER32]):
-            raise ValueError(f'"{path}" uses filters that this program does not use')
+            raise ValueError(f'"{path}" uses filters of HDF5 other than the checksum fletcher32')
         return _chunks(path, data, size, width, bool(filters)), claimed
     if layout not in (h5d.CONTIGUOUS, h5d.COMPACT) or filters:
         raise ValueError(f'"{path}" is not stored contiguously')
     end = data.get_offset() + stored if stored and layout == h5d.CONTIGUOUS else 0
     if stored != claimed or end > size:
-        raise ValueError(f'"{path}" of {claimed} bytes is incomplete in a file of {size}')
+        raise ValueError(f'"{path}" needs {claimed} bytes, but a file of {size} bytes lacks some')
     return stored, 0
 
 
@@ -361,7 +363,7 @@ def array(
     data = dataset(objects, path)
     fits = kind is None or data.dtype.kind in kind or data.dtype.str == kind
     if not fits or (ndim is not None and data.ndim != ndim):
-        raise ValueError(f'"{path}" is {data.dtype} of shape {data.shape}, which is not expected')
+        raise ValueError(f'"{path}" has an unexpected type or shape: {data.dtype}, {data.shape}')
     return data[()]
 
 
@@ -375,12 +377,15 @@ def rows(objects: dict[str, Any], path: str, kinds: str) -> list[tuple]:
     """
     table = array(objects, path, "V", 1)
     if "".join(table.dtype[name].kind for name in table.dtype.names or ()) != kinds:
-        raise ValueError(f'"{path}" is a table of {table.dtype}, which is not expected')
+        raise ValueError(f'"{path}" is a table with other columns than expected: {table.dtype}')
     return [tuple(v.decode() if isinstance(v, bytes) else v for v in row) for row in table.tolist()]
 
 
 def dataset(objects: dict[str, Any], path: str) -> h5py.Dataset:
-    """Return the dataset at a path without reading it; raise ValueError if there is none."""
+    """Return the dataset at a path without reading its elements.
+
+    :raises ValueError: if there is no dataset at this path
+    """
     data = objects.get(path)
     if not isinstance(data, h5py.Dataset):
         raise ValueError(f'"{path}" is missing')
@@ -450,16 +455,16 @@ def attributes(thing: Any, long: bool = False) -> dict[str, Any]:
 
 
 def seal(thing: Any) -> None:
-    """Store a checksum of all attributes as an attribute, because HDF5 has none for long texts."""
+    """Store a checksum of all attributes as an attribute, as HDF5 does not check long texts."""
     facts = attributes(thing, long=True)
     facts.pop(SEAL, None)
     thing.attrs[SEAL] = _sum(facts)
 
 
 def sealed(thing: Any) -> dict[str, Any]:
-    """Return all attributes except the checksum of :func:`seal`, which is compared if it exists.
+    """Return all attributes except the checksum that :func:`seal` has stored.
 
-    :raises ValueError: if the checksum differs
+    :raises ValueError: if there is such a checksum, but it differs
     """
     facts = attributes(thing, long=True)
     if SEAL in facts and facts.pop(SEAL) != _sum(facts):

@@ -96,13 +96,16 @@ def _reason(error: BaseException) -> str:
 
 
 def new(path: Path) -> int:
-    """Create or empty a file and return its descriptor; do not follow a symbolic link."""
+    """Create a file, or empty an existing one, and return its descriptor.
+
+    A symbolic link is not followed.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, 0o666)
 
 
 class _Sink(io.FileIO):
-    """File object for HDF5 that raises no errors in writing, but keeps the first one in `error`.
+    """File object for HDF5 that stores the first error of writing in `error` instead of raising it.
 
     The HDF5 library cannot close a file after an error such as a full disk: the file stays open,
     each of its objects fails again when it is freed, and the process can crash at exit (observed

@@ -74,14 +74,14 @@ class Overlay(io.RawIOBase):
             done += count
 
     def readinto(self, data: Any) -> int:
-        """Read bytes into ``data``, up to the end of the file; return their number."""
+        """Read bytes into ``data``, up to the end of the file; return the number of bytes."""
         length = max(0, min(len(data), self.size - self.position))
         for number, start, stop, offset in self._spans(length):
             data[offset : offset + stop - start] = self._page(number)[start:stop]
         return length
 
     def write(self, data: Any) -> int:
-        """Write ``data`` to pages in memory."""
+        """Write ``data`` to pages in memory; return the number of bytes."""
         for number, start, stop, offset in self._spans(len(data)):
             if number not in self.pages:
                 self.pages[number] = bytearray(self._page(number))
@@ -115,9 +115,10 @@ def pending(path: Path) -> Path:
 
 @contextmanager
 def transaction(path: Path) -> Iterator[h5py.File]:
-    """Return a context manager for an HDF5 file that applies all changes at its end, or none.
+    """Return a context manager in which an HDF5 file is open for changes.
 
-    An exception inside the block leaves the file unchanged.
+    At the end of the block, all changes are applied together. If the block raises an exception, the
+    file stays unchanged.
 
     :param path: existing HDF5 file
     :raises StoreError: if writing fails
@@ -150,8 +151,9 @@ def consistent(path: Path, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str
     """Return a context manager for reading a file, including changes in its journal.
 
     The journal contains changes if the process that wrote them was killed. A file of at most
-    `SMALL` bytes is copied to memory, between two writes if a run still writes to it. A larger file
-    may change while it is read, so compare its :func:`stamp` before and after.
+    `SMALL` bytes is copied to memory; if a run still writes to it, the copy is made between two
+    writes. A larger file may change while it is read. The caller detects this if the :func:`stamp`
+    of the file has changed.
 
     :param path: HDF5 file
     :param allowed: further arguments of `guard.opened`
@@ -173,7 +175,7 @@ def consistent(path: Path, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str
 
 
 def recover(path: Path) -> bool:
-    """Complete a transaction whose process was killed; return whether there was one."""
+    """Complete the transaction of a killed process; return whether there was such a transaction."""
     change = _read_journal(path)
     if change is not None and path.exists():
         _apply(path, *change)
@@ -217,7 +219,7 @@ def _read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
 
 
 def _apply(path: Path, size: int, pages: Mapping[int, bytes | bytearray]) -> None:
-    """Write the pages to the file, flush it to the disk, and remove the journal."""
+    """Write the pages to the file ``path``, flush this file to the disk, and remove the journal."""
     with path.open("r+b", buffering=0) as file:
         # Readers that use HDF5 lock the file, too, and must not stop the run by keeping it open.
         with contextlib.suppress(OSError):

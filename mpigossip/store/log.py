@@ -99,7 +99,7 @@ NODE = Column("1", "index of the node", "int64")
 
 
 class LogGone(StoreError):
-    """Error that is raised if a log was deleted or overwritten during a run.
+    """Error of a log that was deleted or overwritten during its run.
 
     The run can begin a new log.
     """
@@ -190,7 +190,8 @@ class LogWriter:
         :param columns: for each column of the log, an array of shape (rows, nodes). "step", of
             shape (rows,), holds the numbers of the steps in ascending order; without it, the steps
             are numbered from `next_step`
-        :raises ValueError: if columns, shapes or steps do not fit
+        :raises ValueError: if columns are missing or unknown, if an array has another shape, or if
+            the steps do not ascend from `next_step`
         :raises LogGone: if the log was deleted or overwritten
         :raises StoreError: if writing fails
         """
@@ -203,11 +204,14 @@ class LogWriter:
             )
         for name, values in columns.items():
             if np.shape(values) != (rows, self.nodes):
-                raise ValueError(f'"{name}" has shape {np.shape(values)}, not {(rows, self.nodes)}')
+                raise ValueError(
+                    f'the column "{name}" has the shape {np.shape(values)}, but must have '
+                    f"{(rows, self.nodes)}: one value for each row and node"
+                )
         if rows == 0:
             return
         if np.shape(step) != (rows,) or np.any(np.diff(step, prepend=self.next_step - 1) <= 0):
-            raise ValueError(f"steps must ascend from {self.next_step}, unlike {step}")
+            raise ValueError(f"steps must ascend from {self.next_step}, but the rows have {step}")
         with self._changing() as file:
             group = file["steps"]
             # If an earlier append failed after its journal was complete, these rows exist already.
@@ -232,7 +236,9 @@ class LogWriter:
             group = file["evaluations"]
             steps = group["at_step"][()]
             if len(steps) and step < steps[-1] and step not in steps:
-                raise ValueError(f"evaluations must ascend from step {steps[-1]}, unlike {step}")
+                raise ValueError(
+                    f"evaluations must ascend from step {steps[-1]}, but this one is at step {step}"
+                )
             index = int(np.searchsorted(steps, step))
             _resize(group, max(len(steps), index + 1))
             group["at_step"][index] = step
@@ -255,7 +261,7 @@ class LogWriter:
 
     @contextmanager
     def _changing(self) -> Iterator[h5py.File]:
-        """Return a context manager for a transaction on the log.
+        """Return a context manager in which the log is open for changes, in one transaction.
 
         :raises LogGone: if the file is missing or is not HDF5
         """
@@ -286,7 +292,10 @@ def _create(path: Path) -> None:
 
 
 def _rejection(path: Path, first_step: int) -> str:
-    """Return why the log at `path` cannot be continued at ``first_step``, or "" if it can."""
+    """Return the reason why a run can't continue a log at ``first_step``; "" if it can.
+
+    The log is the file at ``path``.
+    """
     if path.is_symlink():
         return "is a symbolic link"
     if not path.exists():
@@ -334,7 +343,7 @@ def _widen(group: h5py.Group, nodes: int) -> None:
 
 
 def _column(group: h5py.Group, name: str, column: Column, per_node: bool) -> None:
-    """Create a column with the number of rows of the group, unless the column exists."""
+    """Create a column, unless it exists; its rows in use are unknown entries."""
     if name in group:
         return
     index = group["step"] if "step" in group else group["at_step"]

@@ -31,7 +31,7 @@ HIDDEN = ("step", "kind", "mixed_distance")
 
 
 def tag(name: str) -> str:
-    """Return the TensorBoard tag of a column of the steps, "NAME/training" for a metric."""
+    """Return the TensorBoard tag of a column of the steps; for a metric, "NAME/training"."""
     return TENSORBOARD.get(name, f"{name}/training")
 
 
@@ -139,7 +139,7 @@ class Events:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """Write a value for a step."""
+        """Write ``value`` as the value of the tag ``tag`` at step ``step``."""
         scalar = self._summary.Value(tag=tag, simple_value=value)
         self._write(step=step, summary=self._summary(value=[scalar]))
 

@@ -72,7 +72,7 @@ def read(path: Path, columns: Collection[str] | None = None, points: int | None 
         wanted = columns and [*columns, "history"]
         return _join_members([read(member, wanted) for member in members])
     if not path.is_file():
-        raise StoreError(f"{path} doesn't exist: name a run with a log.h5")
+        raise StoreError(f"{path} doesn't exist: name a run directory that contains a log.h5")
     # If a run has written to the log meanwhile, try again.
     for _ in range(TRIES):
         before = stamp(path)
@@ -91,8 +91,8 @@ def read(path: Path, columns: Collection[str] | None = None, points: int | None 
 def _join_members(logs: list[Log]) -> Log:
     """Join the logs of members that trained at different times, with one column for each member.
 
-    The number of a row is the number of steps in the history of a model. Entries of members that
-    recorded no such number are NaN.
+    The number of a row is the number of steps that a model has made since the training began. If a
+    member has no entry with this number, its entry is NaN.
     """
     last = max(logs, key=lambda log: (len(log.summary), len(log.steps["step"])))
     row_steps = [log.steps.get("history", log.steps["step"][:, None])[:, 0] for log in logs]
@@ -158,12 +158,14 @@ def _typed(entries: Any, default: type = object) -> dict[str, Any]:
         the entries in `NEEDED`
     """
     if not isinstance(entries, dict) or "finished" in entries and not entries.keys() >= NEEDED:
-        raise ValueError("its summary or environment lacks entries")
+        raise ValueError(
+            f"its summary or environment is no table, or lacks one of {', '.join(sorted(NEEDED))}"
+        )
     kinds = dict.fromkeys(TEXTS, str) | dict.fromkeys(NUMBERS, int | float)
     kinds |= dict.fromkeys(str(entries.get("metrics", "")).split(), int | float)
     for name, value in entries.items():
         if not isinstance(value, kinds.get(name, default)):
-            raise ValueError(f'its entry "{name}" has the type {type(value).__name__}')
+            raise ValueError(f'its entry "{name}" has the invalid type {type(value).__name__}')
     return entries
 
 
@@ -186,7 +188,7 @@ def opened(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """
     with reading(path), consistent(path, tables=True, again="steps") as (file, objects):
         if "format" not in file.attrs or guard.attribute(file, "format", long=True) != FORMAT:
-            raise ValueError("it isn't a log")
+            raise ValueError("it is an HDF5 file, but not the log of a run")
         for group, index in INDEX.items():
             _check(dict(columns(objects, group)), group, index)
         if not isinstance(objects.get("summary"), h5py.Group):
@@ -195,7 +197,10 @@ def opened(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def columns(objects: dict[str, Any], group: str) -> list[tuple[str, h5py.Dataset]]:
-    """Return the columns of a group, sorted by name; raise ValueError if there are too many."""
+    """Return pairs (name, dataset) of the columns of a group, sorted by name.
+
+    :raises ValueError: if there are more than `COLUMNS` columns
+    """
     paths = [path for path in objects if path.startswith(group + "/")]
     if len(paths) > COLUMNS:
         raise ValueError(f"{len(paths)} columns are too many: at most {COLUMNS} are allowed")
@@ -203,14 +208,17 @@ def columns(objects: dict[str, Any], group: str) -> list[tuple[str, h5py.Dataset
 
 
 def _check(datasets: dict[str, h5py.Dataset], group: str, index: str) -> None:
-    """Raise ValueError unless the steps of a group ascend and its columns have the right shapes."""
+    """Check that the steps of a group ascend, and that its columns have the right shapes.
+
+    :raises ValueError: if this is not so
+    """
     for scale in (index, "node"):
         data = datasets.get(scale)
         if data is None or data.ndim != 1 or data.dtype.kind != "i":
             raise ValueError(f'"{group}/{scale}" is not a column of integers')
         values = data[()]
         if (np.diff(values) <= 0).any() or (values[:1] < 0).any():
-            raise ValueError(f'"{group}/{scale}" doesn\'t ascend from 0 or more')
+            raise ValueError(f'"{group}/{scale}" must ascend and have no negative numbers')
     if group == "steps" and "loss" not in datasets:
         raise ValueError('its column "steps/loss" is missing')
     rows = len(datasets[index])
@@ -218,7 +226,10 @@ def _check(datasets: dict[str, h5py.Dataset], group: str, index: str) -> None:
     for name, data in datasets.items():
         valid = [(rows,), (rows, nodes)] if group == "evaluations" else [(rows, nodes)]
         if name not in (index, "node") and (data.shape not in valid or data.dtype.kind not in "fi"):
-            raise ValueError(f'"{group}/{name}" is {data.dtype} {data.shape}, not {valid[-1]}')
+            raise ValueError(
+                f'"{group}/{name}" has the type {data.dtype} and the shape {data.shape}, not '
+                f"numbers of the shape {valid[-1]}"
+            )
 
 
 def with_nan(values: np.ndarray) -> np.ndarray:
@@ -229,7 +240,7 @@ def with_nan(values: np.ndarray) -> np.ndarray:
 
 
 def _blocks(data: h5py.Dataset, block: int) -> np.ndarray:
-    """Return the means of `data` over blocks of `block` rows; few rows are in memory at a time."""
+    """Return the means of ``data`` over blocks of ``block`` rows; only few rows are in memory."""
     if block == 1 or len(data) == 0:
         return data[()]
     if data.name.endswith("/step"):

@@ -78,7 +78,7 @@ class Manifest:
         return len(self.entries) // self.n if self.n else 0
 
     def of(self, node: int) -> tuple[Entry, ...]:
-        """Return the entries of the files of a node."""
+        """Return the entries of the files of one node, in the order of its slots."""
         return self.entries[node * self.each : (node + 1) * self.each]
 
 
@@ -88,9 +88,11 @@ def name(node: int, slot: int | None = None) -> str:
 
 
 def check_table(entries: Sequence[Entry], n: int) -> None:
-    """Raise ValueError unless the entries are the files of n nodes.
+    """Check that the entries are the files of n nodes.
 
     All nodes must have the same number of files and of parameters.
+
+    :raises ValueError: if this is not so
     """
     per_node = len(entries) // n if n else 0
     if not per_node or len(entries) != n * per_node:
@@ -98,7 +100,10 @@ def check_table(entries: Sequence[Entry], n: int) -> None:
     for row, entry in enumerate(entries):
         node, slot = divmod(row, per_node)
         if (entry.node, entry.file) != (node, name(node, slot if per_node > 1 else None)):
-            raise ValueError(f'row {row} of its table is for node {entry.node}, "{entry.file}"')
+            raise ValueError(
+                f'row {row} of its table lists node {entry.node} and the file "{entry.file}", '
+                "which belong to another row"
+            )
         if entry.parameters != entries[slot].parameters:
             raise ValueError(f"nodes {node} and 0 have different numbers of parameters")
 
@@ -138,7 +143,7 @@ def write(path: Path, manifest: Manifest) -> None:
 
 
 def _parts(entries: Iterable[Entry]) -> Iterator[tuple[Entry, slice]]:
-    """Yield the entry of each file with parameters, and the columns that these have in the node."""
+    """Yield, for each file with parameters, its entry and its slice of the node's parameters."""
     node = -1
     start = 0
     for entry in entries:
@@ -187,7 +192,9 @@ def _content(file: h5py.File, objects: dict[str, Any]) -> Manifest:
     only(objects, {"job", "meta", "nodes"}, {"parameters"})
     facts = guard.attributes(file)
     if facts.keys() != {"format", "step", "n"} or facts["format"] != FORMAT:
-        raise ValueError("its attributes are not the attributes of a manifest")
+        raise ValueError(
+            "its attributes are not format, step and n, as in the manifest of a checkpoint"
+        )
     entries = tuple(Entry(*row) for row in guard.rows(objects, "nodes", "iSiSi"))
     n = counter(facts["n"], "n", MOST)
     check_table(entries, n)
@@ -204,20 +211,24 @@ def _content(file: h5py.File, objects: dict[str, Any]) -> Manifest:
 
 
 def only(objects: Mapping[str, Any], needed: set[str], further: Collection[str] = ()) -> None:
-    """Raise ValueError unless a file has all names in ``needed``, and no others but ``further``.
+    """Check that a file has all names in ``needed``, and no other names except ``further``.
 
     Only the first component of each path in ``objects`` counts.
+
+    :raises ValueError: if a name is missing or is not allowed
     """
     top = {path.partition("/")[0] for path in objects}
     if not needed <= top or not top <= needed.union(further):
         different = sorted((top ^ needed).difference(further))
-        raise ValueError(f"it lacks, or has in addition: {', '.join(different)[:200]}")
+        raise ValueError(
+            f"these of its objects are missing or unknown: {', '.join(different)[:200]}"
+        )
 
 
 def counter(value: Any, name: str, limit: int) -> int:
     """Check that a value is an integer from 0 to ``limit``, and return it.
 
-    :raises ValueError: if it is not; the message contains ``name``
+    :raises ValueError: if the value is anything else; the message contains ``name``
     """
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
         raise ValueError(f"{name} = {str(value)[:40]}: must be a whole number from 0 to {limit}")
@@ -261,17 +272,26 @@ def check_counters(numbers: dict[str, Number], step: int) -> dict[str, Number]:
 
 
 def _check_view(view: Any, n: int, entries: Sequence[Entry]) -> None:
-    """Raise ValueError unless a virtual dataset has one row per node, with exactly its files."""
+    """Check that a virtual dataset has one row per node, which refers to the files of this node.
+
+    :raises ValueError: if this is not so
+    """
     length = sum(entry.parameters for entry in entries if entry.node == 0)
     is_view = isinstance(view, h5py.Dataset) and view.is_virtual
     if not is_view or view.shape != (n, length) or view.dtype != "<f4":
-        raise ValueError(f'"parameters" is not a view of {n} nodes with {length} parameters each')
+        raise ValueError(
+            f'"parameters" must be a virtual dataset of {n} rows, one for each node, with {length} '
+            "parameters each"
+        )
     parts = list(_parts(entries))
     count = view.id.get_create_plist().get_virtual_count()
     if count != len(parts):
-        raise ValueError(f'"parameters" shows {count} files, not {len(parts)}')
+        raise ValueError(f'"parameters" refers to {count} files, not to {len(parts)}')
     for (entry, columns), shown in zip(parts, view.virtual_sources(), strict=True):
         bounds = (entry.node, columns.start), (entry.node, columns.stop - 1)
         source = shown.file_name, shown.dset_name, shown.vspace.get_select_bounds()
         if source != (entry.file, "parameters", bounds):
-            raise ValueError(f'"parameters" shows {source[0][:100]!r} for node {entry.node}')
+            raise ValueError(
+                f'"parameters" refers to {source[0][:100]!r} for node {entry.node}, not to '
+                f"its elements of {entry.file!r}"
+            )

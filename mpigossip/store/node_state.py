@@ -54,7 +54,7 @@ class NodeState:
         return {"parameters": self.parameters.astype("<f4", copy=False), **paths}
 
     def not_finite(self) -> str:
-        """Describe the first array with NaN or infinite values; return "" if all are finite."""
+        """Return a text on the first array with NaN or infinite values; "" if all are finite."""
         for name, array in self.stored().items():
             if array.dtype.kind != "f" or not (name.startswith(FINITE) or name.endswith(NORMS)):
                 continue
@@ -69,7 +69,7 @@ class NodeState:
         return ""
 
     def _parameter(self, index: int) -> str:
-        """Describe the parameter that contains element ``index`` of the flat parameters."""
+        """Return a text that names the parameter with element ``index`` of the flat parameters."""
         # The lengths of the shards of preceding slots are unknown, so name the slot only.
         if self.slot is not None:
             return f" of slot {self.slot}"
@@ -99,7 +99,8 @@ def read_table(
 
     :param rows: rows of the table
     :param length: number of elements of all parameters
-    :raises ValueError: unless the parameters follow one another and fill ``length`` elements
+    :raises ValueError: if the parameters do not follow one another, or do not fill ``length``
+        elements
     """
     names = []
     shapes = []
@@ -128,7 +129,7 @@ def read_table(
 def average(
     parts: Iterable[Mapping[str, np.ndarray]], loose: tuple[str, ...] = ()
 ) -> dict[str, np.ndarray]:
-    """Average arrays in float64: Σ_k parts[k] · 1/K, summed in the given order.
+    """Return the averages of K parts in float64: Σ_k parts[k] · 1/K, summed in the given order.
 
     Only the sum and a single part are in memory at a time.
 
@@ -179,9 +180,9 @@ def over_slots(state: NodeState) -> dict[str, np.ndarray]:
 
 
 def over_nodes(states: Iterable[NodeState]) -> dict[str, np.ndarray]:
-    """Return the arrays of nodes, averaged over the nodes.
+    """Return arrays by name, averaged over the nodes.
 
-    These are the arrays of :func:`over_slots`, "bytes_sent" and "local_steps".
+    They are the arrays of :func:`over_slots`, "bytes_sent" and "local_steps".
     """
 
     def arrays(state: NodeState) -> dict[str, np.ndarray]:

@@ -42,7 +42,7 @@ Files = tuple[list[Path], list[int]]
 
 
 class _Payload(NamedTuple):
-    """Image file after it was checked, with its content for the data set or its problems."""
+    """Result of the check of an image file: its content for the data set, or its problems."""
 
     data: bytes
     size: tuple[int, int]
@@ -107,19 +107,19 @@ def pack(
     While packing, the encoded bytes exist twice on the disk of ``out``. The file appears under its
     name only when it is complete.
 
-    :param folder: folder of images; for text, a file or a folder, of which all files are taken,
+    :param folder: folder of images; for text, a file, or a folder whose files are all packed,
         sorted by path
     :param out: file to write
     :param image_size: side in pixels: images whose shorter side is longer are scaled down to it and
         stored as JPEG of quality 95; None: keep all sizes
     :param decoded: store pixels (kind "arrays") instead of image files. This suits small images of
         equal size that many runs use, because no run has to decode them; the batches are the same
-    :param text: whether the folder contains text
+    :param text: whether ``folder`` contains text instead of images
     :param tokenizer: tokens of a text: "byte", or "bpe" for a byte-pair encoding that is learned
         from the training text
     :param vocabulary: number of entries of the byte-pair encoding
-    :raises StoreError: if options contradict each other, folders are missing, files cannot be
-        read (the message names the first ten), or ``out`` cannot be written
+    :raises StoreError: if options contradict each other, if folders are missing, if files cannot be
+        read (the message names the first ten), or if ``out`` cannot be written
     """
     folder = Path(folder)
     out = Path(out)
@@ -256,7 +256,7 @@ def checksum_of(group: Mapping[str, h5py.Dataset]) -> int:
 
 
 def _write_split(group: h5py.Group, labels: Sequence[int], split: _SplitSamples) -> None:
-    """Write labels, offsets, checksums and the bytes of the samples."""
+    """Write labels, offsets, checksums and encoded bytes of the samples of a split."""
     offsets = np.concatenate([[0], np.cumsum(split.lengths, dtype=np.int64)])
     group["labels"] = np.array(labels, np.int64)
     group["offsets"] = offsets
@@ -271,7 +271,10 @@ def _write_split(group: h5py.Group, labels: Sequence[int], split: _SplitSamples)
 
 
 def _one_size(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the height and width of all images; raise StoreError if they differ."""
+    """Return the height and width that all images have, in pixels.
+
+    :raises StoreError: if the images differ in size
+    """
     ordered = sorted(set(sizes))
     if len(ordered) > 1:
         raise StoreError(
@@ -289,7 +292,7 @@ def _write_decoded(
     gray: bool,
     side: tuple[int, int],
 ) -> None:
-    """Write labels, checksums and, as one contiguous array, the pixels of the samples."""
+    """Write labels and checksums of a split's samples, and all pixels as one contiguous array."""
     shape = (len(labels), 1 if gray else 3, *side)
     target = group.create_dataset("images", shape, np.uint8)
     checksums = np.empty(len(labels), np.uint32)
@@ -315,7 +318,7 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _image_files(folder: Path, classes: Sequence[str]) -> Files:
-    """Return files and their labels, sorted by class and name."""
+    """Return the image files of a split and their labels, sorted by class and name."""
     pairs = [
         (path, label)
         for label, name in enumerate(classes)
@@ -327,7 +330,10 @@ def _image_files(folder: Path, classes: Sequence[str]) -> Files:
 
 
 def _checked(files: Sequence[Path], image_size: int | None, every: int) -> Iterator[_Payload]:
-    """Decode all files in order, and measure the pixels of each `every`-th file; 0: of no file."""
+    """Iterate over the checked image files, in order.
+
+    The pixels of each ``every``-th file are measured; if ``every`` is 0, none are.
+    """
 
     def check(item: tuple[int, Path]) -> _Payload:
         return _check(item[1], image_size, every > 0 and item[0] % every == 0)
@@ -355,7 +361,9 @@ def _check(path: Path, image_size: int | None, measured: bool) -> _Payload:
             # Pillow would clip pixels of more than 8 bits instead of scaling them, so that almost
             # the entire image would become white.
             if image.mode[0] in "IF":
-                raise ValueError(f"mode {image.mode}: more than 8 bits per channel; save it with 8")
+                raise ValueError(
+                    f"its mode {image.mode} has more than 8 bits per channel; save it with 8 bits"
+                )
             gray = image.mode in ("1", "L")
             if image_size is not None and min(image.size) > image_size:
                 image, data = _smaller(image, image_size)
@@ -374,7 +382,7 @@ def _moments(image: Image.Image) -> np.ndarray:
 
 
 def _smaller(image: Image.Image, shorter: int) -> tuple[Image.Image, bytes]:
-    """Scale an image down so that its shorter side has `shorter` pixels.
+    """Scale an image down so that its shorter side has ``shorter`` pixels.
 
     :return: the image, and the image as JPEG bytes
     """

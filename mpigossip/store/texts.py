@@ -85,7 +85,8 @@ def split_file(path: Path, whole_characters: bool = False) -> tuple[bytes, bytes
     """Return the first 90 % of a file's bytes, for training, and the rest, for testing.
 
     :param path: file to read
-    :param whole_characters: move the boundary back to the first byte of a UTF-8 character
+    :param whole_characters: whether to move the boundary back to the first byte of a UTF-8
+        character
     :raises StoreError: if the file cannot be read
     """
     with reading(path):
@@ -114,7 +115,7 @@ def decode(path: Path, data: bytes, begin: int = 0) -> str:
 
 
 class Coder:
-    """Encoder of the bytes of files as the tokens of a data set."""
+    """Encoder that converts the bytes of files to the tokens of a data set."""
 
     def __init__(self, kind: str, files: Sequence[Path], vocabulary: int):
         """Prepare the tokenizer; if the kind is "bpe", learn it from the files.
@@ -136,7 +137,7 @@ class Coder:
             self.tokenizer = Tokenizer(lengths, self._library.to_str().encode())
 
     def encode_splits(self, path: Path) -> Iterator[bytes]:
-        """Yield the tokens of the training and of the test part of a file, in their stored form."""
+        """Yield the tokens of a file's training part and of its test part, as bytes to store."""
         begin = 0
         for part in split_file(path, self._library is not None):
             if self._library is None:

@@ -32,10 +32,11 @@ class Study(Results):
         """Plot the mean of a metric over seeds, with a band for its confidence interval.
 
         A curve has a value for each evaluation. The band is the 95 % confidence interval of the
-        mean. If the mean is positive but the band would reach 0, the lower end of the band is
-        replaced by mean² / upper end.
+        mean over seeds. If the mean is positive but the band would reach 0, the lower end of the
+        band is replaced by mean² / upper end.
 
-        :param y: name of a metric, "loss" or "consensus_distance"; None: ``judge`` of the study
+        :param y: name of a metric, "loss" or "consensus_distance"; None: the metric ``judge`` of
+            the study
         :param x: horizontal axis: "step", "epoch", "bytes" (MB sent by a node) or "time" (virtual
             seconds, for jobs with a section `[clock]`)
         :param out: file to write, as PNG, PDF, SVG or PGF, depending on its suffix; None: no file
@@ -62,9 +63,9 @@ class Study(Results):
     ) -> list[dict[str, Any]]:
         """Return, for each point, the step from which its curve stays near a reference curve.
 
-        Both curves are means over seeds. In each row, "transient" is this step, or inf if the curve
-        never stays near the reference. "iid" and "non_iid" are the theoretical estimates n³/(1−ρ)²
-        and n³/(1−ρ)⁴ for the graph of the point.
+        Both curves are means of a metric over seeds. In each row, "transient" is this step, or inf
+        if the curve never stays near the reference. "iid" and "non_iid" are the theoretical
+        estimates n³/(1−ρ)² and n³/(1−ρ)⁴ for the graph of the point.
 
         :param against: label of the reference. If several references have the same number of nodes
             as the point, the reference that shares most labels with the point is used
@@ -119,7 +120,8 @@ def study(
     :param judge: metric by which points are compared: a metric of the task, or "loss", of the
         averaged model at the end, or "train_loss", the training loss in the last twentieth of the
         steps. None: the first metric of the task, or "loss" for a custom task
-    :param larger: whether larger values of ``judge`` are better; None: they are for accuracies only
+    :param larger: whether larger values of ``judge`` are better; None: true for accuracies, and
+        false for other metrics
     :param output: folder of all logs; None: runs/study-JOB
     :param processes: number of simultaneous runs; None: one for each core; 0: no run is started
     :param skip: whether to leave out points whose settings cannot be combined; if false, such
@@ -142,7 +144,9 @@ def _listed(name: str, value: Any) -> list[int]:
     try:
         numbers = list(dict.fromkeys(map(index, [value] if isinstance(value, Integral) else value)))
     except TypeError:
-        raise JobError(f"{name} = {value!r}: needs a whole number or a list of them") from None
+        raise JobError(
+            f"{name} = {value!r}: needs a whole number or a list of whole numbers"
+        ) from None
     if not numbers:
-        raise JobError(f"{name}: needs at least one number")
+        raise JobError(f"{name} = []: must contain at least one number")
     return numbers

@@ -50,7 +50,7 @@ INK = 0.6
 
 
 def style(k: int) -> dict[str, Any]:
-    """Return the colour, line style and marker of the k-th curve in a plot."""
+    """Return the colour, the line style and the marker of the k-th curve in a plot."""
     return {"color": COLOURS[k % 7], "linestyle": LINES[k % 5], "marker": MARKERS[k % 5]}
 
 
@@ -66,7 +66,7 @@ class Picture(Figure):
 def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
     """Plot a metric of the averaged model over steps, epochs, bytes or time; see `Study.plot`."""
     if x not in AXES:
-        raise JobError(f'x = "{x}": choose one of {", ".join(AXES)}')
+        raise JobError(f'x = "{x}": must be one of {", ".join(AXES)}')
     if theory and (y, x) != ("gradient_square", "step"):
         raise JobError(
             f'theory = True: needs y = "gradient_square" and x = "step", not y = "{y}" '
@@ -110,7 +110,7 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
 
 
 def _of_all(study: Results) -> str:
-    """Return the title of a figure, which says what all curves share and what the bands are."""
+    """Return the title of a figure: the settings of all curves, and the meaning of the bands."""
     parts = [] if "nodes" in study.axes else [f"n = {study.cells[0].nodes}"]
     seeds = len(study.seeds)
     if seeds > 1:
@@ -130,7 +130,7 @@ def _scale(axes, y: str) -> None:
 
 
 def _panel_axis(study: Results) -> str | None:
-    """Return the axis of the grid for whose labels there is a panel each; None: a single panel."""
+    """Return the axis of the grid each label of which gets a panel; None: there is one panel."""
     if len(study.cells) <= MAX_CURVES:
         return None
     sizes = {axis: len({cell.label(axis) for cell in study.cells}) for axis in study.axes}
@@ -153,12 +153,12 @@ def _label_text(axis: str, label: str) -> str:
 
 
 def _styles(cells: Sequence[Cell], axes: list[str]) -> dict[str, dict]:
-    """Return the style of the curve of each name, which is the same in all panels.
+    """Return the style of each curve by its name; it is the same in all panels.
 
-    The first axis with several labels determines the colour, and the other axes determine the line
-    style. If there are too few line styles for this, but enough colours, colours and line styles
-    are exchanged. Otherwise, or if there is only one axis, each name has the next colour and the
-    next line style.
+    The first axis of the grid with several labels determines the colour, and the other axes
+    determine the line style. If there are too few line styles for the other axes, but enough
+    colours, colours and line styles are exchanged. Otherwise, or if there is only one axis, each
+    name has the next colour and the next line style.
     """
     several = [axis for axis in axes if len({cell.label(axis) for cell in cells}) > 1]
     parts = {
@@ -182,7 +182,7 @@ def _styles(cells: Sequence[Cell], axes: list[str]) -> dict[str, dict]:
 
 
 def _places(run: RunResult, x: str) -> np.ndarray:
-    """Return the horizontal positions of a run's evaluations."""
+    """Return the horizontal positions of a run's evaluations, in the unit of the axis ``x``."""
     if x == "bytes":
         return run.so_far("bytes_sent") / 1e6
     if x != "time":

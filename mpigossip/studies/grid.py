@@ -42,7 +42,7 @@ class Cell:
         return "_".join(re.sub(r"[^\w.+-]+", "-", word) for word in words)
 
     def label(self, axis: str) -> str:
-        """Return the label of the point on an axis, which may be "nodes"."""
+        """Return the label of the point on the axis ``axis`` of the grid, which may be "nodes"."""
         return str(self.nodes) if axis == "nodes" else dict(self.labels)[axis]
 
 
@@ -59,11 +59,10 @@ def cells_of(
     :param grid: axes by name
     :param nodes: numbers of nodes
     :param common: settings of all points
-    :param skip: whether to leave out points whose settings cannot be combined. If all points are
-        such, they raise JobError
+    :param skip: whether to leave out points whose settings cannot be combined
     :return: points of the study; and the reason why each other point is left out, by its name
-    :raises JobError: if the grid is not valid; without ``skip``, the message lists all points whose
-        settings cannot be combined
+    :raises JobError: if the grid is not valid, or if the settings of a point (with ``skip``, of all
+        points) cannot be combined; the message lists these points
     """
     if not nodes or min(nodes) < 1:
         raise JobError(f"nodes = {list(nodes)}: must be whole numbers of at least 1")
@@ -83,12 +82,12 @@ def cells_of(
     if incompatible and (not skip or not cells):
         raise JobError([f"{name}: {why}" for name, why in incompatible.items()])
     if len({cell.name for cell in cells}) < len(cells):
-        raise JobError("two points of the grid have the same labels: use different labels")
+        raise JobError("grid: two points have the same labels: use different labels")
     return cells, incompatible
 
 
 def _points(axis: str, values: Axis) -> list[tuple[tuple[str, str], list[str]]]:
-    """Return, for each value of an axis, the pair of axis and label, and the settings."""
+    """Return, for each value of an axis, the pair (axis, label) and the settings for the value."""
     if axis in RESERVED:
         raise JobError(f'grid: "{axis}" is a column of the table: use another name for the axis')
     if isinstance(values, str) or not hasattr(values, "__len__") or not len(values):
@@ -126,7 +125,9 @@ def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str
         remedy = "name a TOML file with job, grid, nodes and seeds"
         raise JobError(f"{path} {problem}: {remedy}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise JobError(f"{path} is not valid TOML: {error}") from None
+        raise JobError(
+            f"{path} is not valid TOML: {error}; correct this line of the file"
+        ) from None
     valid_keys = {*inspect.signature(study).parameters, *more}
     problems = [
         f"{path}: {key} is unknown; {near(key, valid_keys)}" for key in values.keys() - valid_keys
@@ -146,7 +147,7 @@ def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str
 
 
 def _axes(grid: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the axes of a grid by name, from the nested tables of a TOML file.
+    """Return the axes of a grid by name, given the nested tables of a TOML file.
 
     TOML reads `algorithm.name = […]` as a table `algorithm` with the key `name`.
     """

@@ -64,8 +64,8 @@ class Results:
         :param tried: learning rates that a search tried
         :param left_out: reason why a point was left out, by the name of the point
         :param folder: folder of the logs
-        :param larger: whether larger values of ``judge`` are better; None: they are for accuracies
-            only
+        :param larger: whether larger values of ``judge`` are better; None: true for accuracies, and
+            false for other metrics
         """
         self.cells = list(cells)
         self.rates = dict(rates)
@@ -98,7 +98,7 @@ class Results:
 
     @property
     def curves(self) -> list[str]:
-        """Names of the metrics that all logs have at each evaluation."""
+        """Names of the metrics of which all logs have a value for each evaluation."""
         logs = [run.log for run in self._results.values() if run.log is not None]
         names_by_log = [{"train_loss", *log.evaluations} for log in logs]
         return [name for name in self.figures if all(name in names for names in names_by_log)]
@@ -117,7 +117,7 @@ class Results:
     # -- comparison ------------------------------------------------------------------------------
 
     def best(self) -> dict[str, Any]:
-        """Return the row with the best mean of ``judge`` among those with fewest diverged runs."""
+        """Return the row with the best mean of ``judge`` among rows with fewest diverged runs."""
         return self.rows[self._order()[0]]
 
     def _order(self) -> list[int]:
@@ -145,7 +145,9 @@ class Results:
     def paired_difference(
         self, first: Cell, second: Cell, name: str, share: float = 1.0
     ) -> list[float]:
-        """Return the difference between two points for each seed, positive if the first is better.
+        """Return the difference between two points in a metric for each seed.
+
+        It is positive if the first point is better.
 
         Runs are paired by seed, because they share the initial parameters and the order of the
         samples. Seeds for which one of the runs diverged are left out.
@@ -201,17 +203,17 @@ class Results:
         return tables.latex(heads, rows, left, [*self._comments(), bold])
 
     def note(self, cell: Cell) -> str:
-        """Return the note about diverged runs of a point for the table, or ""."""
+        """Return the table's note on the diverged runs of a point; "" if there are none."""
         notes = tables.lost(self.rows[self.cells.index(cell)])
         trials = [trial for trial in self.tried if trial.cell == cell]
         no_rate = ["no tried rate converged"] * bool(trials and all(trial.lost for trial in trials))
         return "; ".join([*notes, *no_rate])
 
     def _per(self) -> str:
-        """Return the unit of learning rates, such as " per 256 samples".
+        """Return the unit of learning rates in the table, such as " per 256 samples".
 
-        The unit is the reference batch if all jobs scale the learning rate by the same one,
-        otherwise "".
+        If all jobs scale the learning rate by the same reference batch, the unit names this batch;
+        otherwise, it is "".
         """
         jobs = [settings(run.log.job) for run in self._results.values() if run.log is not None]
         units = {
@@ -236,7 +238,7 @@ class Results:
         return [f"{spread}; {size}", *late, *self._warnings()]
 
     def _warnings(self) -> list[str]:
-        """Return reasons why accuracies of this study hardly distinguish its points."""
+        """Return warnings that the accuracies of this study hardly distinguish its points."""
         if "accuracy" not in self.judge:
             return []
         logs = [run.log for run in self._results.values() if run.log is not None]

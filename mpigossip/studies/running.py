@@ -65,12 +65,12 @@ class RunResult:
 
     @property
     def diverged(self) -> bool:
-        """Return whether the loss became NaN or infinite."""
+        """True if the loss became NaN or infinite."""
         return self.log is None
 
     @property
     def late(self) -> bool:
-        """Return whether the training loss rose again by over half of its decrease, and is finite.
+        """True if the training loss stayed finite, but rose again by over half of its decrease.
 
         The training loss is averaged over all nodes and over each twentieth of the steps.
         Overfitting is not detected, because it does not increase the training loss.
@@ -84,7 +84,7 @@ class RunResult:
     def last(self, name: str) -> float:
         """Return the final value of a metric of the run, or NaN if the run diverged.
 
-        The metric is in the summary of the log or in `DERIVED`.
+        :param name: name of an entry of the log's summary, or a name in `DERIVED`
         """
         if self.log is None:
             return float("nan")
@@ -108,7 +108,7 @@ class RunResult:
         return values if values.ndim == 1 else values.mean(1)
 
     def _trained(self) -> np.ndarray:
-        """Return, for each evaluation, the mean training loss since the previous one, or NaN."""
+        """Return the mean training loss before each evaluation, since the previous one, or NaN."""
         steps = self.log.steps["step"]
         loss = np.nanmean(self.log.steps["loss"], axis=1)
         ends = np.searchsorted(steps, self.log.evaluations["step"])
@@ -126,7 +126,7 @@ class RunResult:
 
 
 class Missing(Failure):
-    """Error if runs are missing but must not be started; the message contains their commands."""
+    """Error if runs are missing but must not be started; its message has commands to start them."""
 
 
 class Runner:
@@ -145,12 +145,12 @@ class Runner:
         self.processes = len(os.sched_getaffinity(0)) if processes is None else processes
 
     def run_directory(self, key: Key) -> Path:
-        """Return the path of the run directory of a run."""
+        """Return the path of the run directory of the run ``key``."""
         cell, rate, seed = key
         return self.folder / cell.name / ("" if rate is None else f"lr-{rate:g}") / f"seed-{seed}"
 
     def settings(self, key: Key) -> list[str]:
-        """Return the settings by which a run overrides the job."""
+        """Return the settings "section.key=value" by which the run ``key`` overrides the job."""
         cell, rate, seed = key
         rate_setting = [] if rate is None else [f"schedule.lr={rate!r}"]
         return [
@@ -208,7 +208,8 @@ class Runner:
         result = self._find_result(key)
         if result is None:
             raise Failure(
-                f"{self.run_directory(key)}: the run has ended, but its log is not complete"
+                f"{self.run_directory(key)}: the run has ended, but its log is not complete; "
+                "remove this folder, and start the study again"
             )
         return result
 
@@ -241,7 +242,7 @@ class Runner:
         return ["--nodes", str(key[0].nodes), *self.settings(key)]
 
     def _start(self, key: Key) -> subprocess.Popen:
-        """Start the process of a run, which ends with this process; keep its output in a file."""
+        """Start the process of a run, which ends if this process ends; a file gets its output."""
         folder = self.run_directory(key)
         folder.mkdir(parents=True, exist_ok=True)
         child = [sys.executable, "-c", f"import {__name__} as r; r.child()", str(os.getpid())]
@@ -256,9 +257,10 @@ class Runner:
             )
 
     def _ended(self, key: Key, code: int) -> list[str]:
-        """Handle the end of a run, and return error messages.
+        """Handle the end of a run's process, and return error messages.
 
-        If its loss became NaN or infinite, the run is marked as diverged, and there is no message.
+        If the loss of the run became NaN or infinite, the run is marked as diverged, and there is
+        no message.
         """
         folder = self.run_directory(key)
         lines = (folder / OUTPUT).read_text(errors="replace").strip().splitlines()
@@ -276,7 +278,7 @@ class Runner:
         return []
 
     def _stop(self, processes: Sequence[subprocess.Popen]) -> None:
-        """Stop all processes; each writes a checkpoint, from which its run can resume."""
+        """Stop the processes of all runs; each writes a checkpoint, so that its run can resume."""
         for process in processes:
             process.terminate()
         until = time.monotonic() + LEAVE_S
@@ -291,9 +293,9 @@ class Runner:
 def child() -> None:
     """Run a command of `mpigossip` in a process that ends if the process of its study is killed.
 
-    argv[1] is the process ID of the study. Without this, the process would continue to write to its
-    folder while the next call of the study writes to it, too. This works on Linux only; on other
-    systems, the command runs to its end.
+    ``sys.argv[1]`` is the process ID of the study. If the process did not end, it would continue to
+    write to its folder while the next call of the study writes to the same folder. This works on
+    Linux only; on other systems, the command runs to its end.
     """
     end_with(int(sys.argv.pop(1)))
     NonFiniteError.code = LOST

@@ -35,7 +35,7 @@ class Trial:
 
     @property
     def lost(self) -> bool:
-        """Return whether the run diverged: its loss became NaN or infinite, or rose again late."""
+        """True if the run diverged: its loss became NaN or infinite, or rose again late."""
         return self.late or not math.isfinite(self.judged)
 
 
@@ -52,7 +52,8 @@ def chosen(
     :param rates: rates to try, "search" or "fine"; None: the rate of the job is used
     :param judge: metric by which rates are compared; None: the first metric of the task
     :param runner: runner of the study
-    :param larger: whether larger values of ``judge`` are better; None: they are for accuracies only
+    :param larger: whether larger values of ``judge`` are better; None: true for accuracies, and
+        false for other metrics
     :return: rate of each point (None: the rate of the job); and all rates that were tried
     :raises JobError: if ``rates`` or ``judge`` is not valid
     :raises Failure: if a run fails
@@ -91,8 +92,8 @@ def chosen(
 def figure_of(results: Iterable[RunResult], judge: str | None) -> str:
     """Return the metric by which points are compared.
 
-    It is ``judge`` or, if this is None, the first metric of the task. For custom tasks, of whose
-    metrics it is not known whether larger values are better, it is "loss".
+    It is ``judge``. If ``judge`` is None, it is the first metric of the task, or "loss" for a
+    custom task, because it is not known whether larger values of a custom metric are better.
 
     :raises JobError: if the runs do not have the metric ``judge``
     """
@@ -118,16 +119,16 @@ def larger_is_better(name: str, larger: bool | None = None) -> bool:
     """Return whether larger values of a metric are better.
 
     :param name: name of the metric
-    :param larger: the result, if the user has given it; None: true for accuracies only
+    :param larger: the user's answer, which is returned; None: return true for accuracies only
     """
     return "accuracy" in name if larger is None else larger
 
 
 def best_rate(tried: Sequence[Trial], larger: bool) -> float:
-    """Return the learning rate with the best result; if results are equal, the smallest of them.
+    """Return the learning rate with the best result; if several are equal, the smallest of them.
 
-    Rates that diverged late count only if all others diverged. If all diverged at once, the
-    smallest rate is returned.
+    Rates whose runs diverged late count only if the runs of all other rates diverged, too. If the
+    losses of all runs became NaN or infinite, the smallest rate is returned.
 
     :param tried: rates that were tried, at least one
     :param larger: whether larger values are better
@@ -141,7 +142,7 @@ def best_rate(tried: Sequence[Trial], larger: bool) -> float:
 
 
 def further_rates(best: float, candidates: Sequence[float]) -> list[float]:
-    """Return half or twice the best rate if it is the smallest or largest rate, otherwise []."""
+    """Return half the best rate if it is the smallest rate, and twice if it is the largest."""
     return [best / 2] * (best == min(candidates)) + [best * 2] * (best == max(candidates))
 
 

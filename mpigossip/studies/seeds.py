@@ -32,7 +32,7 @@ class Band(NamedTuple):
     high: np.ndarray
 
     def draw(self, axes: Axes, positions: np.ndarray, colour: str, alpha: float = 1.0) -> None:
-        """Fill the interval in a plot, if there is an interval."""
+        """Fill the area of the interval in a plot; if there is no interval, draw nothing."""
         if np.isfinite(self.low).any():
             axes.fill_between(positions, self.low, self.high, color=colour, alpha=alpha, lw=0)
 
@@ -81,13 +81,14 @@ def confidence_band(metric: str, values: Any) -> Band:
 
 
 def many_to_one(values: np.ndarray) -> np.ndarray:
-    """Compare each row with the first by Dunnett's two-sided test.
+    """Compare each row of ``values`` with the first row by Dunnett's two-sided test.
 
     Values of the same seed are compared with each other, because these runs have the same initial
     parameters. For two points, this is the paired t-test.
 
     :param values: array of shape (points, seeds)
-    :return: p-value of each row except the first; NaN for fewer than two seeds
+    :return: p-value of each row except the first, (points − 1,); NaN if there are fewer than two
+        seeds
     """
     from scipy import stats
 
@@ -144,7 +145,7 @@ def alike(logs: Sequence[Log]) -> list[list[int]]:
 
 
 def joined(logs: Sequence[Log]) -> tuple[Log, Bands]:
-    """Join the logs of runs that differ only in their seeds, as grouped by :func:`alike`.
+    """Join the logs of one group of :func:`alike`, of runs that differ only in their seeds.
 
     :return: a log with the nodes of all seeds as columns, and means over seeds as evaluations and
         summary; and the band of each metric
@@ -182,13 +183,13 @@ def _different_settings(logs: Sequence[Log]) -> tuple[list[dict[str, Any]], list
 
 
 def parted(logs: Sequence[Log]) -> dict[str, list[int]]:
-    """Divide logs into parts of at most `CURVES` logs, by a setting in which they differ.
+    """Divide logs into groups of at most `CURVES` logs, by a setting in which they differ.
 
-    If several settings give small enough parts, the setting with the fewest parts is used. If there
-    is no such setting, logs are divided in their order.
+    If several settings give such groups, the setting with the fewest groups is used. If no setting
+    does, the logs are divided in their order.
 
-    :return: indices of the logs of each part, by its title; {"": all indices} if there are at most
-        `CURVES`
+    :return: indices of the logs of each group, by its title; {"": all indices} if there are at most
+        `CURVES` logs
     """
     count = len(logs)
     if count <= CURVES:

@@ -38,15 +38,15 @@ class Row(NamedTuple):
 
 
 def lost(row: Mapping[str, Any]) -> list[str]:
-    """Return descriptions of the numbers of runs of a row that diverged, and diverged late."""
+    """Return texts on the numbers of runs of a row that diverged, and that diverged late."""
     return [f"{row[k]} of {row['seeds']} {word}" for k, word in LOST.items() if row[k]]
 
 
 def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     """Return the cells of a metric, with its means ± half the width of their intervals.
 
-    All means have the same number of decimals, by which the median half width has two significant
-    digits or, if there are no intervals, the smallest mean has four.
+    All means have the same number of decimals. It is chosen so that the median half width has two
+    significant digits or, if there are no intervals, so that the smallest mean has four.
     """
     halves = [row[f"{name}_high"] - row[name] for row in rows]
     # If the values of all seeds are equal, rounding can still give an interval.

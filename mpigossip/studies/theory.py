@@ -55,7 +55,9 @@ def transients(study: Results, against: str, y: str, within: float) -> list[dict
 
 
 def _meet(study: Results, cell: Cell, reference: Cell, y: str, within: float) -> float:
-    """Return the step from which the means over seeds of two points stay close, by `meeting`.
+    """Return the step from which the curves of two points, as means over seeds, stay close.
+
+    The step is computed by :func:`meeting`.
 
     The result is inf if all runs of a point diverged.
     """
@@ -65,7 +67,10 @@ def _meet(study: Results, cell: Cell, reference: Cell, y: str, within: float) ->
     means = [np.mean([run.curve(y) for run in runs], axis=0) for runs in both]
     steps, others = (runs[0].curve("step") for runs in both)
     if not np.array_equal(steps, others):
-        raise JobError(f"{cell.name} and {reference.name} are evaluated at different steps")
+        raise JobError(
+            f"{cell.name} and {reference.name} are evaluated at different steps: give both "
+            "the same run.evaluate_every"
+        )
     return meeting(steps, means[0], means[1], within)
 
 
@@ -99,7 +104,7 @@ class Bounded(NamedTuple):
     smoothness: float
 
     def label(self, others: Iterable["Bounded"]) -> str:
-        """Return the label of the bound: its diameter, and quantities in which others differ."""
+        """Return the label of the bound: the graph's diameter, and quantities not equal in all."""
         texts = {
             "nodes": f"{self.nodes} nodes",
             "noise": f"noise {self.noise:g}",

@@ -1,5 +1,7 @@
 """Assembly of a job, which checks all settings together and then builds the trainer."""
 
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +37,9 @@ from mpigossip.training.precision import Precision, arranged, resolved
 from mpigossip.training.replicas import Replicas
 from mpigossip.training.schedule import schedule
 from mpigossip.training.task import Objective
+
+COMPILER_LOCK_S = 60.0
+"""Smallest limit, in seconds, of waits for a lock of torch's compiler cache."""
 
 
 @dataclass
@@ -215,9 +220,24 @@ def make_replicas(
         module, flat, rows, group, vectorized=node.vmap, graphs=graphs, objective=objective
     )
     if node.compile:
+        _limit_compiler_lock(node.timeout_s)
         for replica in (replica for row in replicas.modules for replica in row):
             _compile(replica)
     return replicas
+
+
+def _limit_compiler_lock(timeout_s: float) -> None:
+    """Limit the time for which torch.compile waits for a lock of its cache.
+
+    The ranks of a host share this cache. If one of them is stopped while it holds a lock, the
+    others wait inside torch, where no limit of this package applies, for 600 s by default. The
+    limit set here is ``timeout_s``, but at least `COMPILER_LOCK_S`, because a rank may compile for
+    that long. A limit that the user has set in the environment remains.
+
+    :param timeout_s: time limit of waits between ranks, in seconds (node.timeout_s)
+    """
+    limit = math.ceil(max(timeout_s, COMPILER_LOCK_S))
+    os.environ.setdefault("TORCHINDUCTOR_FILE_LOCK_TIMEOUT", str(limit))
 
 
 def _compile(module: nn.Module) -> None:

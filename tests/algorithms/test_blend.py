@@ -75,9 +75,9 @@ def test_resume_in_the_middle(settings):
 
 
 def on_ranks(comm):
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
 
-    with World(comm) as world:
+    with MPIWorld(comm) as world:
         return [driver.whole().numpy() for driver in battery.on_ranks(CASES, world, "read", STEPS)]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.models import loss_and_correct
 from mpigossip.store.packing import pack
 from mpigossip.training import assemble

@@ -6,12 +6,12 @@ import torch
 
 from mpigossip import algorithms
 from mpigossip.algorithms.base import Step
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.engine.vector import flatten
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.models import decayed, model
-from mpigossip.runs import launch
+from mpigossip.runs import start_and_resume
 from mpigossip.training import assemble
 from tests.cases import some, with_world
 
@@ -150,11 +150,11 @@ def test_a_run_resumes_bitwise(tmp_path):
     def made(folder, steps):
         return method_job("diloco cadence.period=3", f"run.output={folder}", f"run.steps={steps}")
 
-    whole = launch.train(made(tmp_path / "whole", 9), SingleProcess(), 3)
+    whole = start_and_resume.train(made(tmp_path / "whole", 9), SingleProcess(), 3)
     for stop in (4, 5, 6):
         folder = tmp_path / f"{stop}"
-        launch.train(made(folder, stop), SingleProcess(), 3)
-        again = launch.resume(folder, ["run.steps=9"], SingleProcess(), None)
+        start_and_resume.train(made(folder, stop), SingleProcess(), 3)
+        again = start_and_resume.resume(folder, ["run.steps=9"], SingleProcess(), None)
         assert again["digest"] == whole["digest"] and again["loss"] == whole["loss"], stop
 
 

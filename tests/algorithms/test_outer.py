@@ -14,12 +14,12 @@ import mpigossip
 from mpigossip import algorithms
 from mpigossip.algorithms import Step
 from mpigossip.algorithms.outer import OuterOptimizer, setting_of
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.graphs import graph
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.simulated import Simulated
-from mpigossip.runs import launch
+from mpigossip.runs import start_and_resume
 from mpigossip.training import assemble
 from tests.battery import Driver, on_ranks
 from tests.cases import on_each, with_world
@@ -292,7 +292,7 @@ def test_a_job_with_an_outer_optimizer_resumes_within_a_period(tmp_path):
     whole = train(assemble.load(job, [f"run.output={tmp_path / 'whole'}"]), 3)
     train(assemble.load(job, [f"run.output={tmp_path / 'cut'}", "run.steps=5"]), 3)
     with SingleProcess() as world:
-        again = launch.resume(tmp_path / "cut", ["run.steps=10"], world, None)
+        again = start_and_resume.resume(tmp_path / "cut", ["run.steps=10"], world, None)
     assert again["digest"] == whole["digest"]
     with pytest.raises(JobError, match="replaces the outer step"):
         assemble.assemble(assemble.load(job, ["algorithm.outer_lr=0.5"]), SingleProcess(), 3)
@@ -325,7 +325,9 @@ def test_a_resume_with_another_outer_method_names_what_is_dropped(settings, tmp_
     train(assemble.load(job), 3)
     capsys.readouterr()
     with SingleProcess() as world:
-        launch.resume(Path(job["run"]["output"]), ["run.steps=8", *settings.split()], world, None)
+        start_and_resume.resume(
+            Path(job["run"]["output"]), ["run.steps=8", *settings.split()], world, None
+        )
     printed = "".join(capsys.readouterr())
     assert ("exact average" in printed) == bool(RESUMED[settings])
     assert RESUMED[settings] in printed

@@ -111,10 +111,10 @@ def test_resume_in_the_middle_of_each_period(settings):
 
 
 def on_ranks(comm, settings):
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
     from mpigossip.mixing import open_mixer
 
-    with World(comm) as world:
+    with MPIWorld(comm) as world:
 
         def windows(graph, layout):
             return open_mixer(graph, layout, world, same_host="read", timeout_s=60)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import mpigossip
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.config.errors import NonFiniteError
 from mpigossip.engine.state_averages import local_arrays
@@ -103,9 +103,9 @@ def test_bytes_are_counted_and_planned():
 
 
 def on_ranks(comm):
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
 
-    with World(comm) as world:
+    with MPIWorld(comm) as world:
         drivers = battery.on_ranks(CASES, world, "read", STEPS)
         return [(driver.whole().numpy(), driver.mixer.bytes_sent[0]) for driver in drivers]
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from mpigossip.algorithms import cadence
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
-from mpigossip.runs import launch
+from mpigossip.runs import start_and_resume
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
@@ -85,7 +85,7 @@ def test_a_run_logs_idle_nodes_and_resumes_bitwise(tmp_path):
     mean = checkpoint.average(saved, checkpoint.read_manifest(saved))
     assert steps == [6, 1, 4] and mean["local_steps"] == 11 / 3
     with SingleProcess() as world:
-        again = launch.resume(tmp_path / "cut", ["run.steps=12"], world, None)
+        again = start_and_resume.resume(tmp_path / "cut", ["run.steps=12"], world, None)
     assert again["digest"] == whole["digest"]
     loss = read(tmp_path / "whole" / "log.h5").steps["loss"]
     assert np.isfinite(loss).sum(0).tolist() == [12, 3, 9] and np.isfinite(loss[3::4]).all()

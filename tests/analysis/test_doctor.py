@@ -112,7 +112,7 @@ def test_the_component_that_sends_messages_is_named(pooled):
 
 def report_ucx(comm, threaded):
     from mpigossip.analysis import selftest  # needs MPI
-    from mpigossip.cluster.ranks import SingleProcess
+    from mpigossip.cluster.world import SingleProcess
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selftest, "open_mpi_pml", lambda: "ob1")
@@ -268,9 +268,9 @@ def test_equal_findings_of_ranks_are_merged():
 def judge_links(comm):
     """Return the findings about links, one of which is slow, and about wrong data."""
     from mpigossip.analysis import selftest
-    from mpigossip.cluster.ranks import world
+    from mpigossip.cluster.mpi_world import open_world
 
-    with world() as ranks:
+    with open_world() as ranks:
         links = (
             [(ranks.rank, to, 1e-6, 1e-3) for to in range(3)]
             if ranks.rank
@@ -292,10 +292,10 @@ def test_a_slow_link_is_a_note_and_wrong_data_is_wrong(ranks):
 def routes_without_gpus(comm):
     """Return the finding on routes of GPU code on CPUs, and its level if averages are wrong."""
     from mpigossip.analysis import trials
-    from mpigossip.cluster.ranks import world
+    from mpigossip.cluster.mpi_world import open_world
 
     original = trials._try_out
-    with world() as ranks:
+    with open_world() as ranks:
         arguments = ranks, graph("ring", ranks.size), ("cpu", "cpu"), 1 << 16, []
         result = trials.routes(*arguments, gpus=True)
         trials._try_out = lambda *args: (original(*args)[0], 0.5)
@@ -317,7 +317,7 @@ def test_the_route_to_each_neighbour_is_reported_with_its_reason(ranks):
 def failing_tests(comm):
     """Return findings of tests that raise on one rank, on all ranks, and not at all."""
     from mpigossip.analysis import selftest
-    from mpigossip.cluster.ranks import world
+    from mpigossip.cluster.mpi_world import open_world
 
     def fail():
         if comm.rank == 1:
@@ -327,7 +327,7 @@ def failing_tests(comm):
     def reject():
         raise JobError("too few samples")
 
-    with world() as ranks:
+    with open_world() as ranks:
         works = fail, reject, lambda: Finding("a", "b")
         result = [selftest.attempted(ranks, "put", work) for work in works]
     return [(finding.level, finding.text, finding.remedy) for finding in result]
@@ -385,13 +385,13 @@ def test_a_trial_has_samples_for_a_step_of_all_nodes(ranks):
 def trial(comm, factor):
     """Run the trial with scaled parameters on rank 1."""
     from mpigossip.analysis import trials
-    from mpigossip.cluster.ranks import world
+    from mpigossip.cluster.mpi_world import open_world
 
     torch.set_num_threads(1)
     original = trials._trained
     trials._trained = lambda job, w, n: original(job, w, n) * (factor if comm.rank else 1.0)
     try:
-        with world() as ranks:
+        with open_world() as ranks:
             result = trials.compared(ranks, "cpu:1", "ring", 30.0)
     finally:
         trials._trained = original

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from mpigossip.cluster.deadline import WaitTimeoutError
-from mpigossip.cluster.ranks import world
+from mpigossip.cluster.mpi_world import open_world
 from mpigossip.graphs import graph
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import MessageLayout
@@ -22,7 +22,7 @@ def opens_without_rank_1(comm, mixer):
     from mpigossip.cluster import collectives
     from mpigossip.mixing.asynchronous import Asynchronous
 
-    w = world()
+    w = open_world()
     kind = Synchronous if mixer == "synchronous" else Asynchronous
     name = "_open_on_host" if mixer == "synchronous" else "_open_window"
     before = getattr(kind, name)
@@ -96,7 +96,7 @@ def a_rank_stops_in_a_blocking_call(comm):
 
     said = []
     before = threading.excepthook
-    with world(timeout_s=3) as w:
+    with open_world(timeout_s=3) as w:
         threading.excepthook = lambda args: said.append(str(args.exc_value))
         collectives.MINIMUM_S = 3.0
         try:
@@ -132,7 +132,7 @@ def a_rank_leaves_after_its_part(comm):
     before = waits.DEPARTURE_GRACE_S
     waits.DEPARTURE_GRACE_S = 0.5
     try:
-        with world(timeout_s=30) as w:
+        with open_world(timeout_s=30) as w:
             if w.rank == 2:
                 w.comm.Ibarrier().Wait()
                 time.sleep(5)
@@ -151,7 +151,7 @@ def calls_while_mixers_open(comm):
     from mpi4py import MPI
 
     from mpigossip.cluster import collectives
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
 
     inside = []
     plain = []
@@ -175,7 +175,7 @@ def calls_while_mixers_open(comm):
 
     names = (*collectives.BLOCKING, "Split_type")
     Seen = type("Seen", (MPI.Intracomm,), {name: seen(name) for name in names})
-    with World(Seen(comm)) as world, pytest.MonkeyPatch.context() as patch:
+    with MPIWorld(Seen(comm)) as world, pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "bounded_call", entered)
         plain.clear()
         for mixer, options in (

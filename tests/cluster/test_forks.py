@@ -36,7 +36,7 @@ def messages_in_forks(world):
     """Rank 0 forks between its exchanges: the messages in the forks, and whether all went on."""
     import mpigossip
     from mpigossip.cluster import deadline
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
     from mpigossip.mixing.notifications import READY, Notifications
 
     torch.manual_seed(0)
@@ -64,7 +64,7 @@ def messages_in_forks(world):
         "barrier": world.barrier,
         "duplicate": world.duplicate,
         "close of the world": world.close,
-        "new world": lambda: World(world.comm),
+        "new world": lambda: MPIWorld(world.comm),
         "abort": world.abort,
         "average": lambda: averager.average(x),
         "mean": lambda: averager.mean(x),

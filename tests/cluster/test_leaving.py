@@ -10,7 +10,7 @@ import pytest
 
 from mpigossip.cluster import deadline, waits
 from mpigossip.cluster.deadline import Deadline
-from mpigossip.cluster.ranks import world
+from mpigossip.cluster.mpi_world import open_world
 from tests import launch
 from tests.cases import every, on_each
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.both
 HEAD = """
 import sys, time
 from mpigossip.cluster import waits
-from mpigossip.cluster.ranks import world
+from mpigossip.cluster.mpi_world import open_world
 waits.DEPARTURE_GRACE_S, waits.INFORM_S = 0.1, 0.2
 """
 LOOP = """
@@ -44,12 +44,12 @@ LEFT = r"rank 1 on \S+ has reached the end of its "
 @pytest.mark.parametrize(
     "body, code, words",
     [
-        ("w = world()\nif w.rank == 1: sys.exit(3)\nw.barrier()", 3, f"{LEFT}program"),
+        ("w = open_world()\nif w.rank == 1: sys.exit(3)\nw.barrier()", 3, f"{LEFT}program"),
         every(
-            "with world() as w:\n    if w.rank == 1: sys.exit(0)\n    w.barrier()",
+            "with open_world() as w:\n    if w.rank == 1: sys.exit(0)\n    w.barrier()",
             *(1, f"{LEFT}program"),
         ),
-        every("with world() as w:\n    if w.rank == 0: w.barrier()", None, f"{LEFT}world"),
+        every("with open_world() as w:\n    if w.rank == 0: w.barrier()", None, f"{LEFT}world"),
         (LOOP, None, rf"in step\(\), which all ranks have to call; {LEFT}loop after 3 steps"),
         (
             OTHER.format(call="with optimizer.averaged(): pass"),
@@ -94,7 +94,7 @@ def slow_ranks(comm):
     waits.INFORM_S = 0.05
     results = []
     try:
-        with world(timeout_s=30) as w:
+        with open_world(timeout_s=30) as w:
             with deadline.announce_end(5):
                 w.barrier()
             comm.barrier()
@@ -206,7 +206,7 @@ def counted(self, rank, word):
     send(self, rank, word)
 waits.WaitMonitor._send = counted
 waits.DEPARTURE_GRACE_S = 60
-w = world()
+w = open_world()
 if w.rank == 1: sys.exit(3)
 if w.rank == 2: time.sleep(60)
 time.sleep(1)
@@ -229,7 +229,7 @@ from pathlib import Path
 from mpigossip.cluster import deadline
 from mpigossip.runs.stopper import Stopper
 deadline.TERM_S = 0.5
-with world() as w, Stopper(w, Path("nowhere")):
+with open_world() as w, Stopper(w, Path("nowhere")):
     print("ready", flush=True)
     if w.rank == 1: time.sleep(600)
     w.barrier()

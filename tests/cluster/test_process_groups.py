@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mpigossip.cluster import process_groups
 from mpigossip.cluster.process_groups import GroupRank, open_groups
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.config.errors import Failure
 
@@ -45,9 +45,9 @@ def test_threads_are_ranks_of_a_group(slots):
 
 
 def one_fails(comm, late):
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
 
-    with World(comm, timeout_s=20) as world:
+    with MPIWorld(comm, timeout_s=20) as world:
         device = "cpu" if late or comm.rank == 0 else "cuda:9"  # this torch has no NCCL
         size = 3 if late else 2  # rank 2 never arrives
         began = time.monotonic()
@@ -98,9 +98,9 @@ def test_groups_of_a_failed_opening_are_aborted(monkeypatch):
 
 
 def destroyed(comm):
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
 
-    with World(comm) as world:
+    with MPIWorld(comm) as world:
         world.group_into_nodes(2)
         assert world.node_mesh("gloo").device_type == "cpu"
         dist.destroy_process_group()

@@ -41,7 +41,7 @@ if rank == 1 and sys.argv[2] == "exit":
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-from mpigossip.cluster.ranks import world
+from mpigossip.cluster.mpi_world import open_world
 init = RankStart.init
 def dies(self):
     if rank == 1 and sys.argv[2] == "init" and os.fork() == 0:
@@ -50,7 +50,7 @@ def dies(self):
         os._exit(0)
     return init(self)
 RankStart.init = dies
-with world(float(sys.argv[3])) as ranks:
+with open_world(float(sys.argv[3])) as ranks:
     time.sleep(0.5)
     die("after")
     if rank == 1 and sys.argv[2] == "raise":

@@ -3,7 +3,7 @@
 import pytest
 
 from mpigossip import cli
-from mpigossip.cluster.agreement import CollectiveError
+from mpigossip.cluster.communicator import CollectiveError
 from mpigossip.cluster.deadline import WaitTimeoutError
 from mpigossip.cluster.launcher import LaunchError
 from mpigossip.config import JobError

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import torch
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.training import assemble
 from tests.cases import with_world
 from tests.double import active

@@ -179,13 +179,13 @@ def test_a_probe_that_fails_or_hangs_on_one_of_three_ranks_leaves_the_next_way(r
 
 def unflushed(comm, kind):
     """Return the error that ends a round from GPU to GPU if a flush fails."""
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import ExchangeKind, MessageLayout
     from mpigossip.mixing.device.memory import TransportUnavailable
     from mpigossip.mixing.synchronous import Synchronous
 
-    world = World(comm)
+    world = MPIWorld(comm)
     layout = MessageLayout((512,), devices=("cuda:0",))
     with failing("", aware=True):
         ways = {"exchange": "windows", "timeout_s": 5}
@@ -214,7 +214,7 @@ def ended(comm, what, timeout_s):
     """Train on two GPUs with NCCL until an exception is raised; return it, and the seconds."""
     import time
 
-    from mpigossip.cluster.ranks import SingleProcess
+    from mpigossip.cluster.world import SingleProcess
     from mpigossip.config.errors import Failure
     from mpigossip.groups.base import GroupError
     from mpigossip.training import assemble
@@ -252,7 +252,7 @@ def test_nccl_that_fails_or_hangs_is_named_within_the_deadline(ranks, what, name
 
 def blocking(comm):
     """Return the error of a job on two GPUs if every launch waits for its end."""
-    from mpigossip.cluster.ranks import SingleProcess
+    from mpigossip.cluster.world import SingleProcess
     from mpigossip.config import JobError
     from tests.double.devices import trained
 
@@ -273,7 +273,7 @@ def graphs(comm, what):
     """Return the parameters after some steps on a GPU, and the warnings."""
     import warnings
 
-    from mpigossip.cluster.ranks import SingleProcess
+    from mpigossip.cluster.world import SingleProcess
     from tests.double.devices import trained
 
     with failing(what), warnings.catch_warnings(record=True) as seen:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.store.log import read
 from tests.cases import every
 from tests.double import active
@@ -65,11 +65,11 @@ def loop(world, device, folder, steps, **options):
 
 def forgetful(comm, device, folder):
     """Return the notes of a rank that trains on this device."""
+    from mpigossip.cluster.mpi_world import MPIWorld
     from mpigossip.config import readable
-    from mpigossip.optim.world import World
 
     readable.noted.clear()
-    with without_cupy(), World(comm, timeout_s=60) as world:
+    with without_cupy(), MPIWorld(comm, timeout_s=60) as world:
         loop(world, device, folder, 2, exchange="host")
     return [text for text in readable.noted if "world.device()" in text]
 
@@ -81,14 +81,14 @@ def test_a_loop_that_forgets_the_device_of_its_world_is_told(ranks, tmp_path):
 
 def loops(comm, kept, way, options):
     """Run without a stop on the CPU; on a GPU, stop after 3 steps and resume."""
-    from mpigossip.optim.world import World
+    from mpigossip.cluster.mpi_world import MPIWorld
 
     gpu = f"cuda:{comm.rank}"
     runs = [("cpu", 6, {}), (gpu, 3, {"exchange": way}), (gpu, 6, {"exchange": way})]
     models = []
     with without_cupy():
         for device, steps, more in runs:
-            with World(comm, timeout_s=60) as world:
+            with MPIWorld(comm, timeout_s=60) as world:
                 models.append(loop(world, device, f"{kept}/{device[:3]}", steps, **options, **more))
     return torch.equal(models[0], models[2]) and not torch.equal(models[0], models[1])
 
@@ -135,7 +135,7 @@ def test_windows_are_refused_without_cupy_and_auto_takes_another_way(ranks, tmp_
 
 
 def refused(comm):
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import MessageLayout
     from mpigossip.mixing.device.memory import TransportUnavailable
@@ -143,7 +143,7 @@ def refused(comm):
 
     layout = MessageLayout((512,), devices=(f"cuda:{comm.rank}",))
     ring = graph("ring", comm.size)
-    with without_cupy(), World(comm) as world:
+    with without_cupy(), MPIWorld(comm) as world:
         with pytest.raises(TransportUnavailable) as said:
             Synchronous(ring, layout, world, exchange="windows", timeout_s=20)
         mixer = Synchronous(ring, layout, world, timeout_s=20)

@@ -12,14 +12,14 @@ def by_nccl(comm, what, limit_s, device, window):
     """Return routes, or the error that ends a round by NCCL, if these calls fail; and seconds."""
     import time
 
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
     from mpigossip.config.errors import Failure
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import ExchangeKind, MessageLayout
     from mpigossip.mixing.device.memory import TransportUnavailable
     from mpigossip.mixing.synchronous import Synchronous
 
-    world = World(comm)
+    world = MPIWorld(comm)
     began = time.perf_counter()
     layout = MessageLayout((512,), devices=(device.format(rank=comm.rank),))
     ways = {"same_host": "put", "exchange": window, "timeout_s": limit_s}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.mixing.kernels import gpu_sum
 from tests.cases import every, some
 from tests.double import active
@@ -82,7 +82,7 @@ def test_windows_by_nccl_equal_the_simulator(ranks, n, wire):
 
 def differing_rounds(comm, slots):
     """Return the number of pairs (route, wire), and the pairs that differ from the simulator."""
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
     from mpigossip.graphs import graph
     from mpigossip.mixing import lossy_wires
     from mpigossip.mixing.base import ExchangeKind, MessageLayout
@@ -91,7 +91,7 @@ def differing_rounds(comm, slots):
     count = 0
     wrong = []
     ring = graph("ring", comm.size)
-    with aware(), World(comm) as world:
+    with aware(), MPIWorld(comm) as world:
         for way, name in itertools.product([*WAYS, "nccl"], lossy_wires.WIRES):
             # NCCL needs separate GPUs for each rank; torch's device guard for tests has 8 indices
             os.environ["MPIGOSSIP_DOUBLE_HOST"] = f"{comm.rank}-" if way == "nccl" else ""
@@ -127,7 +127,7 @@ def test_every_way_and_wire_equals_the_simulator(ranks, n, slots):
 
 def order_of_staging(comm):
     """Return the differences from the simulator, and the order of copies and notifications."""
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import ExchangeKind, MessageLayout
     from mpigossip.mixing.synchronous import Synchronous
@@ -137,7 +137,7 @@ def order_of_staging(comm):
     events = []
     layout = MessageLayout((3 * CHUNK,))
     there = replace(layout, devices=("cuda:0",))
-    with aware(), World(comm) as world:
+    with aware(), MPIWorld(comm) as world:
         mixer = Synchronous(graph("ring", comm.size), there, world, exchange="host", timeout_s=90)
         transport = mixer._transport
         transport.set_chunk_size(4 * CHUNK)
@@ -190,16 +190,16 @@ def rounds_on_streams(comm, exchange):
 
     Return whether all host memory that is copied from or to the device was locked.
     """
+    from mpigossip.cluster.mpi_world import MPIWorld
     from mpigossip.mixing.base import ExchangeKind, MessageLayout
     from mpigossip.mixing.device import buffers
     from mpigossip.mixing.synchronous import Synchronous
-    from mpigossip.optim.world import World
 
     locked = []
     pin = buffers.pin
     buffers.pin = lambda memory, device: locked.extend(memory) or pin(memory, device)
     try:
-        with aware(), World(comm, timeout_s=60) as world:
+        with aware(), MPIWorld(comm, timeout_s=60) as world:
             layout = MessageLayout((4096,), devices=("cuda:0",))
             _, graph = next(iter(graphs_for(2, ["ring"])))
             mixer = Synchronous(graph, layout, world, exchange=exchange, timeout_s=30)
@@ -229,11 +229,11 @@ def capture_in_flight(comm, mode):
     """Begin a capture while the other rank delays its round; return whether the round is done."""
     import time
 
+    from mpigossip.cluster.mpi_world import MPIWorld
     from mpigossip.mixing.base import ExchangeKind, MessageLayout
     from mpigossip.mixing.synchronous import Synchronous
-    from mpigossip.optim.world import World
 
-    with aware(), World(comm, timeout_s=60) as world:
+    with aware(), MPIWorld(comm, timeout_s=60) as world:
         layout = MessageLayout((4096,), devices=("cuda:0",))
         _, graph = next(iter(graphs_for(2, ["ring"])))
         mixer = Synchronous(graph, layout, world, exchange="host", timeout_s=30)

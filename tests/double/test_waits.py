@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.training import assemble
 from tests.double import active
 from tests.double.devices import job, trained

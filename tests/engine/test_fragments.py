@@ -237,9 +237,9 @@ def test_resume_at_every_step_of_a_period(case, n):
 
 
 def on_ranks(comm, same_host):
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
 
-    world = World(comm)
+    world = MPIWorld(comm)
     drivers = battery.on_ranks(FRAGMENTS, world, same_host, 9)
     results = [(driver.whole().numpy(), driver.mixer.bytes_sent[0]) for driver in drivers]
     world.close()

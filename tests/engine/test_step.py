@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config.errors import NonFiniteError
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import ParameterLayout, bits

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.graphs import GraphError, graph
 from mpigossip.graphs.faulty import Links, OnOff, faulty

@@ -395,7 +395,7 @@ ELEMENTWISE = [
 
 
 def trained(settings, steps=6):
-    from mpigossip.cluster.ranks import SingleProcess
+    from mpigossip.cluster.world import SingleProcess
     from mpigossip.training import assemble
 
     torch.set_num_threads(1)
@@ -431,7 +431,7 @@ def test_unsharded_and_clipped_is_close_to_sharded():
 
 
 def test_unsharded_state_is_held_once(tmp_path):
-    from mpigossip.cluster.ranks import SingleProcess
+    from mpigossip.cluster.world import SingleProcess
     from mpigossip.training import assemble
 
     job = assemble.load({"model": {"name": "mlp"}}, ["node.devices=cpu:3", "node.shard=false"])

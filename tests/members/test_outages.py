@@ -249,7 +249,7 @@ def test_a_folder_whose_look_up_fails_once_is_still_a_folder(tmp_path, monkeypat
             fails(patch, "run/chain", errno.ENOENT, function=function)
             store.make("chain/000000")
     (root / "file").touch()
-    with pytest.raises(StoreError, match="move it away"):
+    with pytest.raises(StoreError, match="is not a folder"):
         store.make("file/000000")
 
 
@@ -356,7 +356,7 @@ def test_a_file_of_another_user_does_not_void_a_claim(tmp_path, monkeypatch):
     disk(root).publish("END", b"content")
     other = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: other)
-    with pytest.raises(StoreError, match="belongs to user.*give --shared"):
+    with pytest.raises(StoreError, match="belongs to user.*add --shared"):
         disk(root, limit_s=0.0).read("END", listed=True)
     assert disk(root, limit_s=0.0, shared=True).read("END") == b"content"
 

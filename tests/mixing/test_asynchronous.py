@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.graphs import graph
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.delayed import OLDEST, Delayed, Faults, table
-from mpigossip.runs import launch
+from mpigossip.runs import start_and_resume
 from mpigossip.runs.hooks import Hook
 from mpigossip.store.log import read
 from mpigossip.training import assemble
@@ -394,7 +394,7 @@ def exchanges_while_waiting(world, folder):
     count = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "average", lambda self: count.append(average(self)))
-        launch.train(job, world)
+        start_and_resume.train(job, world)
     return len(count)
 
 
@@ -417,7 +417,7 @@ JOB = {
 def train(job, tmp_path, name, n=4):
     loaded = assemble.load(job, [f"run.output={tmp_path / name}"])
     with SingleProcess() as world:
-        return launch.train(loaded, world, n)
+        return start_and_resume.train(loaded, world, n)
 
 
 def test_a_simulated_run_repeats_itself_and_logs_staleness(tmp_path):
@@ -431,7 +431,7 @@ def test_a_simulated_run_repeats_itself_and_logs_staleness(tmp_path):
 
 @with_world
 def trained_on_ranks(world, folder):
-    launch.train(assemble.load(JOB, [f"run.output={folder}"]), world)
+    start_and_resume.train(assemble.load(JOB, [f"run.output={folder}"]), world)
 
 
 def test_a_run_on_ranks_logs_staleness(ranks, tmp_path):

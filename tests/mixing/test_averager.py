@@ -9,7 +9,8 @@ import torch
 
 import mpigossip
 from mpigossip import graphs
-from mpigossip.cluster.ranks import SingleProcess, World
+from mpigossip.cluster.mpi_world import MPIWorld
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.graphs import GraphError
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
@@ -229,7 +230,7 @@ def in_float64(comm):
     flat = torch.nn.utils.parameters_to_vector
     back = torch.nn.utils.vector_to_parameters
     model = torch.nn.Linear(3, 1, bias=False).double()
-    with torch.no_grad(), World(comm) as world:
+    with torch.no_grad(), MPIWorld(comm) as world:
         model.weight.fill_(world.rank / 3)
         averager = mpigossip.Averager(world, "ring", like=flat(model.parameters()))
         for _ in range(3):

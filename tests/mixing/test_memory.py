@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpigossip import mixing
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.graphs import graph
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.delayed import OLDEST, Faults

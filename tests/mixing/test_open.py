@@ -3,7 +3,7 @@
 import pytest
 
 from mpigossip import mixing
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.graphs import graph
 from mpigossip.mixing.base import MessageLayout
 from mpigossip.mixing.delayed import Faults

@@ -22,7 +22,7 @@ ROUNDS = 5
 def opened(world, way):
     from mpigossip.mixing.device.streams import Streams
     from mpigossip.mixing.transports.messages import Messages
-    from mpigossip.mixing.transports.nccl import Nccl
+    from mpigossip.mixing.transports.nccl_between_nodes import Nccl
     from mpigossip.mixing.transports.windows import Windows
 
     cpu = torch.device("cpu")

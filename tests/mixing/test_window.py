@@ -10,7 +10,7 @@ import torch
 
 import mpigossip
 from mpigossip import graphs
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from tests.cases import catching, some, with_world
 from tests.launch import REPO, Launch

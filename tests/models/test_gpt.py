@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.models import loss_and_correct, model
 from mpigossip.models.gpt import turned, turns

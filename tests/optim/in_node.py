@@ -165,7 +165,7 @@ def simulated(job, graph, models, optimizers, steps: int, backward) -> None:
     The function ``backward(model, node, step)`` computes the gradients of a node.
     """
     from mpigossip.algorithms import takes_local
-    from mpigossip.cluster.ranks import SingleProcess
+    from mpigossip.cluster.world import SingleProcess
     from mpigossip.engine.module import ModuleParameters
     from mpigossip.groups.base import Single
     from mpigossip.optim.inner import decay, local_step_from_optimizers

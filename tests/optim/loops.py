@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mpigossip
-from mpigossip.cluster.ranks import World
+from mpigossip.cluster.mpi_world import MPIWorld
 from tests import survivors
 from tests.cases import with_world
 from tests.optim.in_node import GPT, Case, batch, optimizer_of, whole, wrap_model
@@ -146,7 +146,7 @@ def train_steps(model, gossip, draw, schedule, steps):
 
 def run_loop(comm, folder, steps, save_at=(), options=None):
     """Run the loop from its newest checkpoint; return digest, learning rates and resumed step."""
-    with World(comm) as world:
+    with MPIWorld(comm) as world:
         model, gossip, draw, schedule = begin_run(world, folder, **(options or {}))
         start = gossip.resume()
         for step in range(start, steps):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mpigossip
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.training import assemble
 from tests.cases import with_world
 

@@ -79,9 +79,9 @@ def several(world, settings):
 
 
 def one_rank(comm, settings):
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
 
-    world = World(comm, timeout_s=30)
+    world = MPIWorld(comm, timeout_s=30)
     results = [train_node(world, one, world.rank, range(PER), lambda m: m) for one in settings]
     world.close()
     return results

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mpigossip
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError, readable
 from tests.cases import every, on_each, with_world
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mpigossip
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from tests.cases import with_world
 from tests.optim.in_node import whole
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mpigossip
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.optim.inner import needs_closure
 from tests.cases import on_each
 

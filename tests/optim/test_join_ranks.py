@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from mpigossip.cluster.ranks import SingleProcess
-from mpigossip.cluster.world import Nodes
+from mpigossip.cluster.world import Nodes, SingleProcess
 from mpigossip.config import JobError
 from mpigossip.members.place import TrainingPlan
 from mpigossip.optim.join import join

@@ -14,7 +14,8 @@ import torch
 
 import mpigossip
 from mpigossip.cli import main
-from mpigossip.cluster.ranks import SingleProcess, World
+from mpigossip.cluster.mpi_world import MPIWorld
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.runs.run import State
 from mpigossip.store import StoreError, checkpoint
@@ -55,7 +56,7 @@ def test_a_stopped_loop_resumes_bitwise(ranks, tmp_path, n, options):
 
 
 def figures(comm, folder):
-    with World(comm) as world:
+    with MPIWorld(comm) as world:
         model, gossip, draw, schedule = begin_run(world, folder, flush_steps=2)
         for step in range(5):
             train_steps(model, gossip, draw, schedule, [step])
@@ -124,7 +125,7 @@ def test_a_failed_last_checkpoint_is_not_in_the_summary(tmp_path, monkeypatch, c
 
 
 def other_nodes(comm, folder):
-    with World(comm) as world:
+    with MPIWorld(comm) as world:
         model, gossip, *_ = begin_run(world, folder)
         start = gossip.resume()
         with gossip.averaged():
@@ -278,7 +279,7 @@ def test_unequal_steps_and_calls_are_named(ranks, tmp_path):
 
 
 def unhurried(comm, folder):
-    with World(comm) as world:
+    with MPIWorld(comm) as world:
         model, gossip, draw, schedule = begin_run(
             world, folder, mixer="asynchronous", flush_steps=3
         )
@@ -341,7 +342,7 @@ def loop_after_two_steps(comm, folder, mixer):
 
     It yields the world, the model, the optimizer, and a function that makes two more steps.
     """
-    with World(comm) as world:
+    with MPIWorld(comm) as world:
         model, gossip, draw, schedule = begin_run(
             world, folder, mixer=mixer, timeout_s=1.0, flush_steps=1000
         )
@@ -387,7 +388,7 @@ def test_a_rank_may_work_beyond_the_limit(ranks, tmp_path, mixer):
 
 def save_at_unequal_steps(comm, folder):
     """Save after 2 steps on rank 0 and after 4 steps on rank 1; return the parameters of step 5."""
-    with World(comm) as world:
+    with MPIWorld(comm) as world:
         model, gossip, draw, schedule = begin_run(
             world, folder, mixer="asynchronous", flush_steps=50
         )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mpigossip
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.optim.inner import CombinedOptimizer
 from tests.cases import with_world

@@ -10,7 +10,7 @@ from torch import nn
 
 import mpigossip
 from mpigossip.cluster import deadline
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError, readable
 from mpigossip.store import StoreError
 from tests.cases import on_each, with_world

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.config.limits import LARGEST
 from mpigossip.optim.settings import settings

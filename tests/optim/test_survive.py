@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mpigossip
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.optim.state import copied, put_back
 from mpigossip.store import checkpoint

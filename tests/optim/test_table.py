@@ -8,7 +8,7 @@ import torch
 
 import mpigossip
 from mpigossip import algorithms
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.optim.inner import check_plain_sgd
 from mpigossip.optim.settings import settings

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import mpigossip
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError, readable
 from mpigossip.config.errors import NonFiniteError
 from mpigossip.optim.gossip import LOADED
@@ -905,10 +905,10 @@ def test_a_non_finite_value_on_one_rank_is_reported_by_it_and_ends_the_job(mpiru
 
 
 def poisoned_run(comm, folder):
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
 
     try:
-        with World(comm) as world:
+        with MPIWorld(comm) as world:
             poisoned(world, float("nan"), True, algorithm="cpsgd", run=folder)
     except NonFiniteError as error:
         return str(error)

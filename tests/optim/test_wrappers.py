@@ -9,7 +9,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import mpigossip
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from tests.cases import on_each
 from tests.optim.in_node import whole
@@ -100,9 +100,12 @@ def test_wrappers_change_no_bit_whether_applied_before_or_after(one_thread):
 
 
 def over_all_ranks(comm, path, before):
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
 
-    with World(comm) as world, joined(comm.rank, comm.size, distributed.FileStore(path, comm.size)):
+    with (
+        MPIWorld(comm) as world,
+        joined(comm.rank, comm.size, distributed.FileStore(path, comm.size)),
+    ):
         model = net()
         given = DistributedDataParallel(model) if before else model
         with pytest.raises(JobError) as said:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import load
 from mpigossip.runs.alarms import CadenceWarning, Divergence, Straggler, watchers
 from mpigossip.runs.run import Run
@@ -147,7 +147,7 @@ import time
 real, shift = time.time, [0.0]
 time.time = lambda: real() + shift[0]  # before anybody could keep the old one
 from pathlib import Path
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.runs.stopper import Stopper, end_of_allocation
 end = end_of_allocation(0, {"MPIGOSSIP_END_TIME": str(int(real()) + 2000)})
 stopper = Stopper(SingleProcess(), Path("nowhere"), end)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mpigossip.cluster.ranks import SingleProcess
-from mpigossip.runs import launch
+from mpigossip.cluster.world import SingleProcess
+from mpigossip.runs import start_and_resume
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store import manifest as manifests
 from mpigossip.training import assemble
@@ -20,7 +20,9 @@ def run(tmp_path_factory):
     """Train two nodes for four steps with momentum."""
     folder = tmp_path_factory.mktemp("forged") / "run"
     settings = ["model.name=mlp", "model.hidden=[4]", "run.steps=4", "data.batch=8"]
-    launch.train(assemble.load({}, [*settings, f"run.output={folder}"]), SingleProcess(), 2)
+    start_and_resume.train(
+        assemble.load({}, [*settings, f"run.output={folder}"]), SingleProcess(), 2
+    )
     return folder
 
 
@@ -67,7 +69,7 @@ FORGED = {
         ),
         "another copy|checkpoint",
     ),
-    "steps": (facts(steps_per_epoch=0), "steps_per_epoch = 0, must be 1 or more"),
+    "steps": (facts(steps_per_epoch=0), "steps_per_epoch = 0, must be an integer"),
 }
 
 
@@ -79,4 +81,6 @@ def test_states_that_no_run_saves_are_rejected(run, tmp_path, forged, nodes):
     shutil.copytree(run, folder)
     change(checkpoint.latest(folder))
     with pytest.raises(StoreError, match=message):
-        launch.resume(folder, ["run.steps=6", f"run.output={folder}"], SingleProcess(), nodes)
+        start_and_resume.resume(
+            folder, ["run.steps=6", f"run.output={folder}"], SingleProcess(), nodes
+        )

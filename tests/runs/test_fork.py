@@ -3,7 +3,7 @@
 import pytest
 
 from mpigossip import cli
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.members.place import Place, TrainingPlan
 from mpigossip.members.records import RecordStore

@@ -7,9 +7,9 @@ import torch
 
 from mpigossip import models
 from mpigossip.analysis import dryrun
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.engine.vector import flatten
-from mpigossip.runs import launch
+from mpigossip.runs import start_and_resume
 from mpigossip.store.packing import pack
 from mpigossip.training import assemble
 from tests.cases import on_each
@@ -64,7 +64,7 @@ def test_small_models_of_the_jobs_learn(name, settings, most, tmp_path):
     text = pack(tmp_path / "text", tmp_path / "text.h5", text=True)
     small = [f"data.source={text}", f"run.output={tmp_path / 'run'}", *SMALL, *settings.split()]
     with SingleProcess() as world:
-        summary = launch.train(assemble.load(JOBS / f"{name}.toml", small), world, 2)
+        summary = start_and_resume.train(assemble.load(JOBS / f"{name}.toml", small), world, 2)
     assert (
         summary["nats_per_byte"] == summary["loss"] < most
     )  # 2.6 is the entropy of single letters

@@ -5,8 +5,8 @@ import re
 import h5py
 import pytest
 
-from mpigossip.cluster.ranks import SingleProcess
-from mpigossip.runs import launch
+from mpigossip.cluster.world import SingleProcess
+from mpigossip.runs import start_and_resume
 from mpigossip.store import checkpoint
 from mpigossip.training import assemble
 from tests.cases import with_world
@@ -52,7 +52,7 @@ def words(*texts):
 
 def train(folder, *settings, world=None):
     job = assemble.load({}, [*JOB, *settings, f"run.output={folder}"])
-    launch.train(job, world or SingleProcess(), None if world else 2)
+    start_and_resume.train(job, world or SingleProcess(), None if world else 2)
 
 
 BUFFERS = {"num_batches_tracked": "int64", "running_mean": "float32", "running_var": "float32"}

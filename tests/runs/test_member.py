@@ -2,7 +2,7 @@
 
 import torch
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.runs.members.member import Member
 from mpigossip.training.assemble import assemble, load
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from mpigossip.analysis.report import write
-from mpigossip.cluster.ranks import SingleProcess
-from mpigossip.runs import launch, model_export
+from mpigossip.cluster.world import SingleProcess
+from mpigossip.runs import model_export, start_and_resume
 from mpigossip.runs.job import JobNode
 from mpigossip.runs.model_export import averaged, export
-from mpigossip.runs.state import restore
+from mpigossip.runs.snapshot_and_restore import restore
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from mpigossip.store.log_export import to_tensorboard
@@ -72,7 +72,7 @@ def trained(tmp_path_factory):
     }
     sys.path.insert(0, str(folder))
     with SingleProcess() as alone:
-        summary = launch.train(assemble.load(settings), alone, 3)
+        summary = start_and_resume.train(assemble.load(settings), alone, 3)
     sys.path.remove(str(folder))
     yield folder, summary
     sys.modules.pop("own_net", None)

@@ -9,8 +9,9 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from mpigossip.analysis import plot, report
-from mpigossip.cluster.ranks import SingleProcess, World
-from mpigossip.runs import launch
+from mpigossip.cluster.mpi_world import MPIWorld
+from mpigossip.cluster.world import SingleProcess
+from mpigossip.runs import start_and_resume
 from mpigossip.store.log import read
 from mpigossip.training import assemble
 from tests.analysis.figures import overlapping
@@ -49,14 +50,14 @@ def on_the_path(monkeypatch):
 
 def train(made, nodes=3):
     with SingleProcess() as alone:
-        return launch.train(made, alone, nodes)
+        return start_and_resume.train(made, alone, nodes)
 
 
 def on_ranks(comm, name, folder):
     sys.path.insert(0, str(OWN))
     try:
-        with World(comm) as world:
-            return launch.train(job(name, folder), world, world.size).get("digest")
+        with MPIWorld(comm) as world:
+            return start_and_resume.train(job(name, folder), world, world.size).get("digest")
     finally:
         sys.path.remove(str(OWN))
 
@@ -68,7 +69,7 @@ def test_a_custom_job_trains_evaluates_resumes_and_shows_its_metrics(ranks, name
     cut = train(job(name, tmp_path / "cut", f"run.steps={half}"))
     torch.rand(5)
     with SingleProcess() as alone:
-        again = launch.resume(tmp_path / "cut", ["run.steps=none"], alone, None)
+        again = start_and_resume.resume(tmp_path / "cut", ["run.steps=none"], alone, None)
     assert cut["steps"] == half and again["digest"] == summary["digest"]
     if name in ("shapes", "stream"):
         assert ranks(3)(on_ranks, name, tmp_path / "ranks")[0] == summary["digest"]
@@ -88,7 +89,7 @@ def test_a_custom_job_trains_evaluates_resumes_and_shows_its_metrics(ranks, name
 def test_a_resumed_stream_reports_that_it_is_read_again(tmp_path, capsys):
     train(job("stream", tmp_path / "run", "run.steps=3"))
     with SingleProcess() as alone:
-        launch.resume(tmp_path / "run", ["run.steps=4"], alone, None)
+        start_and_resume.resume(tmp_path / "run", ["run.steps=4"], alone, None)
     assert (
         "the stream is read again from its beginning, 48 samples per node"
         in capsys.readouterr().out

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.engine.measurements import StepMetrics
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.mixing.simulated import Simulated

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
-from mpigossip.runs import launch
+from mpigossip.runs import start_and_resume
 from mpigossip.runs.model_export import export
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
@@ -109,12 +109,14 @@ def whole_runs(world, folder, per, own, second, files):
     shape = [f"node.ranks_per_node={per}", f"node.devices=cpu:{own}"]
     name = f"{per}x{own}"
     whole = job(*settings, *shape, folder=f"{folder}/{name}")
-    summary = [launch.train(whole, world)]
+    summary = [start_and_resume.train(whole, world)]
     if second:
-        summary.append(launch.resume(folder / "other", ["run.steps=6", *shape], world, None))
+        summary.append(
+            start_and_resume.resume(folder / "other", ["run.steps=6", *shape], world, None)
+        )
     else:
         half = job("run.steps=3", *settings[1:], *shape, folder=f"{folder}/other")
-        launch.train(half, world)
+        start_and_resume.train(half, world)
     return summary
 
 
@@ -216,7 +218,7 @@ def refusals(world, folder, settings):
     said = []
     for each in settings:
         with pytest.raises(JobError) as caught:
-            launch.train(job(*each, folder=folder), world)
+            start_and_resume.train(job(*each, folder=folder), world)
         said.append(caught.value.messages)
     return said
 

@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config.errors import STOPPED
-from mpigossip.runs import launch
+from mpigossip.runs import start_and_resume
 from mpigossip.runs.hooks import Hook
 from mpigossip.store import checkpoint
 from mpigossip.training import assemble
@@ -49,7 +49,7 @@ def expected(folder, steps, *more):
         [*BASE, f"run.output={folder}", f"run.steps={steps}", "node.devices=cpu:2", *more],
     )
     with SingleProcess() as alone:
-        return launch.train(job, alone, 2)["digest"]
+        return start_and_resume.train(job, alone, 2)["digest"]
 
 
 def digest_of(done):

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import mpigossip
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.graphs import GraphError, graph
 from mpigossip.graphs.search import save, search
-from mpigossip.runs import hooks, launch
+from mpigossip.runs import hooks, start_and_resume
 from mpigossip.runs import run as runs
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
@@ -31,11 +31,11 @@ LARGE = ["model.hidden=[4096]", "checkpoint.keep=1"]  # 2.4 MB per node
 def train(folder, *settings, nodes=2):
     job = assemble.load({}, [*TINY, f"run.output={folder}", *settings])
     with SingleProcess() as alone:
-        return launch.train(job, alone, nodes)
+        return start_and_resume.train(job, alone, nodes)
 
 
 def resume(folder, *settings):
-    return launch.resume(folder, settings, SingleProcess(), None)
+    return start_and_resume.resume(folder, settings, SingleProcess(), None)
 
 
 # -- a full disk ----------------------------------------------------------------------------------

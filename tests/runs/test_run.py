@@ -16,11 +16,11 @@ import torch
 import mpigossip
 from mpigossip.analysis.report import table
 from mpigossip.cli import main
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.data import partition
 from mpigossip.mixing.base import ExchangeKind
-from mpigossip.runs import launch, run
+from mpigossip.runs import run, start_and_resume
 from mpigossip.runs.hooks import Hook
 from mpigossip.runs.job import JobNode, train
 from mpigossip.runs.run import Run, State
@@ -81,9 +81,9 @@ def cases(n):
 
 
 def all_cases_on_ranks(comm, slots, same_host):
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
 
-    world = World(comm)
+    world = MPIWorld(comm)
     node = f"node.devices=cpu:{slots}", f"node.same_host={same_host}", "node.timeout_s=30"
     found = [trained(world, comm.size, [*settings, *node], 4) for settings in cases(comm.size)]
     world.close()
@@ -187,11 +187,13 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, settings, stops):
         steps = read(folder / "log.h5").steps
         return [one.arrays for one in states] + [{name: steps[name] for name in DETERMINISTIC}]
 
-    summary = launch.train(job(*settings, folder=tmp_path / "whole"), SingleProcess(), 2)
+    summary = start_and_resume.train(job(*settings, folder=tmp_path / "whole"), SingleProcess(), 2)
     for stop in stops:
         cut = tmp_path / f"cut-{stop}"
-        launch.train(job(*settings, f"run.steps={stop}", folder=cut), SingleProcess(), 2)
-        again = launch.resume(cut, [f"run.steps={summary['steps']}"], SingleProcess(), None)
+        start_and_resume.train(job(*settings, f"run.steps={stop}", folder=cut), SingleProcess(), 2)
+        again = start_and_resume.resume(
+            cut, [f"run.steps={summary['steps']}"], SingleProcess(), None
+        )
         assert again["digest"] == summary["digest"], stop
         for one, other in zip(ended(tmp_path / "whole"), ended(cut), strict=True):
             assert one.keys() == other.keys(), stop
@@ -203,13 +205,13 @@ def test_a_run_stops_at_the_file_stop_and_resumes(tmp_path):
     made = job("run.epochs=2", "model.name=mlp", "data.batch=16", folder=tmp_path / "run")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STOP").touch()
-    summary = launch.train(made, SingleProcess(), 2)
+    summary = start_and_resume.train(made, SingleProcess(), 2)
     assert not summary["finished"] and summary["steps"] < 20
     assert not (tmp_path / "run" / "STOP").exists()
     fewer = [f"run.steps={summary['steps'] - 1}"]  # ends the run here
-    ended = launch.resume(tmp_path / "run", fewer, SingleProcess(), None)
+    ended = start_and_resume.resume(tmp_path / "run", fewer, SingleProcess(), None)
     assert ended["finished"] and ended["steps"] == summary["steps"] and "accuracy" in ended
-    assert launch.train(made, SingleProcess(), 2)["finished"]
+    assert start_and_resume.train(made, SingleProcess(), 2)["finished"]
 
 
 def test_a_late_stop_does_not_apply_to_the_next_run(tmp_path):
@@ -217,7 +219,7 @@ def test_a_late_stop_does_not_apply_to_the_next_run(tmp_path):
     made = job(
         "run.steps=3", "model.name=mlp", folder=tmp_path
     )  # fewer steps than an agreement takes
-    assert launch.train(made, SingleProcess(), 2)["finished"]
+    assert start_and_resume.train(made, SingleProcess(), 2)["finished"]
     assert not (tmp_path / "STOP").exists()
 
 
@@ -234,16 +236,18 @@ def test_a_run_resumes_with_other_nodes_and_slots(tmp_path, local, lr):
     ]
     folder = tmp_path / "run"
     summary = {}
-    launch.train(job(*settings, "run.steps=45", folder=folder), SingleProcess(), 8)
+    start_and_resume.train(job(*settings, "run.steps=45", folder=folder), SingleProcess(), 8)
     with contextlib.redirect_stdout(io.StringIO()) as told:
-        launch.resume(folder, ["run.steps=46"], SingleProcess(), 3)
+        start_and_resume.resume(folder, ["run.steps=46"], SingleProcess(), 3)
     assert "exact average of 8 nodes" in told.getvalue() and "averaged: " in told.getvalue()
     sent = with_nan(read(folder / "log.h5").steps["bytes_sent"])
     assert np.isnan(sent[-1, 3:]).all() and np.nanmean(sent[-1]) > np.nanmean(sent[-2])
     with pytest.raises(JobError, match="run.output: a run continues"):
-        launch.resume(folder, [f"run.output={tmp_path / 'other'}"], SingleProcess(), 3)
+        start_and_resume.resume(folder, [f"run.output={tmp_path / 'other'}"], SingleProcess(), 3)
     for n, extra, until in ((5, [], 110), (5, ["node.devices=cpu:2"], "none")):
-        summary = launch.resume(folder, [f"run.steps={until}", *extra], SingleProcess(), n)
+        summary = start_and_resume.resume(
+            folder, [f"run.steps={until}", *extra], SingleProcess(), n
+        )
     assert summary["finished"] and abs(summary["epochs"] - 5) < 1e-9
     assert summary["accuracy"] > 0.9
     assert len(read(folder / "log.h5").steps["loss"]) == summary["steps"]
@@ -252,50 +256,54 @@ def test_a_run_resumes_with_other_nodes_and_slots(tmp_path, local, lr):
 def test_a_resume_with_another_partition_is_rejected(tmp_path, monkeypatch):
     """Another version of NumPy, or changed data, give nodes other samples at equal settings."""
     settings = ["model.name=mlp", "data.partition=dirichlet"]
-    launch.train(job(*settings, "run.steps=2", folder=tmp_path), SingleProcess(), 3)
+    start_and_resume.train(job(*settings, "run.steps=2", folder=tmp_path), SingleProcess(), 3)
     meta = checkpoint.read_manifest(checkpoint.latest(tmp_path)).meta
     assert len(meta["partition"]) == 64 and meta["numpy"] == np.__version__
     # another batch leaves the partition as it is
-    launch.resume(tmp_path, ["run.steps=3", "data.batch=4"], SingleProcess(), None)
+    start_and_resume.resume(tmp_path, ["run.steps=3", "data.batch=4"], SingleProcess(), None)
 
     drawn = partition._dirichlet
     monkeypatch.setattr(
         partition, "_dirichlet", lambda labels, n, seed, alpha: drawn(labels, n, seed + 1, alpha)
     )
     with pytest.raises(ValueError, match=r'data\.partition = "dirichlet": .*restore the data'):
-        launch.resume(tmp_path, ["run.steps=4"], SingleProcess(), None)
+        start_and_resume.resume(tmp_path, ["run.steps=4"], SingleProcess(), None)
     with monkeypatch.context() as patch:
         patch.setattr(np, "__version__", "9.8.7")
         with pytest.raises(ValueError, match=r"pip install numpy==.*9\.8\.7|9\.8\.7.*pip install"):
-            launch.resume(tmp_path, ["run.steps=4"], SingleProcess(), None)
+            start_and_resume.resume(tmp_path, ["run.steps=4"], SingleProcess(), None)
     # a partition that the user asks for, and other nodes, are accepted
     kept = [tmp_path.with_name(name) for name in ("sorted", "nodes", "old")]
     for folder in kept:
         shutil.copytree(tmp_path, folder)
-    launch.resume(kept[0], ["run.steps=4", "data.partition=sorted"], SingleProcess(), None)
-    launch.resume(kept[1], ["run.steps=4"], SingleProcess(), 2)
+    start_and_resume.resume(
+        kept[0], ["run.steps=4", "data.partition=sorted"], SingleProcess(), None
+    )
+    start_and_resume.resume(kept[1], ["run.steps=4"], SingleProcess(), 2)
     # and a checkpoint of an earlier version, which has no digest
     path = checkpoint.latest(kept[2])
     manifest = checkpoint.read_manifest(path)
     old = {key: value for key, value in manifest.meta.items() if key not in ("partition", "numpy")}
     manifests.write(path / "checkpoint.h5", replace(manifest, meta=old))
-    assert launch.resume(kept[2], ["run.steps=4"], SingleProcess(), None)["steps"] == 4
+    assert start_and_resume.resume(kept[2], ["run.steps=4"], SingleProcess(), None)["steps"] == 4
 
 
 def test_another_batch_resumes_at_the_same_fraction_of_the_epoch(tmp_path):
     settings = ["model.name=mlp", "data.batch=8", "run.epochs=3"]
-    launch.train(job(*settings, "run.steps=45", folder=tmp_path), SingleProcess(), 2)
+    start_and_resume.train(job(*settings, "run.steps=45", folder=tmp_path), SingleProcess(), 2)
     change = ["data.batch=16", "run.steps=none"]
-    summary = launch.resume(tmp_path, change, SingleProcess(), None)
+    summary = start_and_resume.resume(tmp_path, change, SingleProcess(), None)
     # 1437 samples: 89 steps per epoch before, 44 now; 45 steps are half an epoch
     assert summary["epochs"] == 3 and summary["steps"] == 45 + 3 * 44 - round(44 * 45 / 89)
 
 
 def test_the_summary_covers_both_attempts_and_is_shown_as_printed(tmp_path):
     settings = ["model.name=mlp", "data.batch=8"]
-    first = launch.train(job(*settings, "run.steps=30", folder=tmp_path), SingleProcess(), 2)
+    first = start_and_resume.train(
+        job(*settings, "run.steps=30", folder=tmp_path), SingleProcess(), 2
+    )
     with contextlib.redirect_stdout(io.StringIO()) as told:
-        second = launch.resume(tmp_path, ["run.steps=32"], SingleProcess(), None)
+        second = start_and_resume.resume(tmp_path, ["run.steps=32"], SingleProcess(), None)
     log = read(tmp_path / "log.h5")
     for name in ("compute_s", "exchange_s", "node_s", "idle_s"):
         assert second[name] == pytest.approx(log.steps[name].mean(1).sum(), rel=1e-9), name
@@ -312,49 +320,61 @@ def test_a_run_killed_before_its_summary_gets_one(tmp_path, monkeypatch):
     made = job("model.name=mlp", "run.steps=4", folder=tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(LogWriter, "summary", lambda self, values: None)
-        first = launch.train(made, SingleProcess(), 2)
-    again = launch.train(made, SingleProcess(), 2)
+        first = start_and_resume.train(made, SingleProcess(), 2)
+    again = start_and_resume.train(made, SingleProcess(), 2)
     assert again["digest"] == first["digest"] and again["accuracy"] == first["accuracy"]
     assert read(tmp_path / "log.h5").summary["digest"] == first["digest"]
 
 
 def test_a_method_with_another_state_is_reset_and_this_is_reported(tmp_path):
-    launch.train(job("run.steps=3", folder=tmp_path), SingleProcess(), 2)
+    start_and_resume.train(job("run.steps=3", folder=tmp_path), SingleProcess(), 2)
     with contextlib.redirect_stdout(io.StringIO()) as told:
         change = ["algorithm.name=dsgd", "local.name=adamw", "run.steps=5"]
-        launch.resume(tmp_path, change, SingleProcess(), None)
+        start_and_resume.resume(tmp_path, change, SingleProcess(), None)
     assert "dropped: momentum, reset: first, second" in told.getvalue()
     with pytest.raises(ValueError, match="holds another model"):
-        launch.resume(tmp_path, ["model.name=mlp", "run.steps=6"], SingleProcess(), None)
+        start_and_resume.resume(tmp_path, ["model.name=mlp", "run.steps=6"], SingleProcess(), None)
 
 
 def test_another_job_is_kept_out_of_a_run_directory(tmp_path):
-    launch.train(job("run.steps=2", folder=tmp_path), SingleProcess(), 1)
+    start_and_resume.train(job("run.steps=2", folder=tmp_path), SingleProcess(), 1)
     with pytest.raises(ValueError, match=r"another job.*data\.batch = 3.*run\.output"):
-        launch.train(job("run.steps=2", "data.batch=3", folder=tmp_path), SingleProcess(), 1)
+        start_and_resume.train(
+            job("run.steps=2", "data.batch=3", folder=tmp_path), SingleProcess(), 1
+        )
     with (
-        launch.locked(tmp_path, SingleProcess()),
+        start_and_resume.locked(tmp_path, SingleProcess()),
         pytest.raises(ValueError, match="in use by process"),
     ):
-        launch.train(job("run.steps=2", folder=tmp_path), SingleProcess(), 1)
+        start_and_resume.train(job("run.steps=2", folder=tmp_path), SingleProcess(), 1)
 
 
 def test_train_continues_a_run_that_was_resumed(tmp_path):
     words = ["model.name=mlp", "run.name=named"]
-    for call, steps in ((launch.train, 2), (launch.resume, 3), (launch.train, 3)):
+    for call, steps in (
+        (start_and_resume.train, 2),
+        (start_and_resume.resume, 3),
+        (start_and_resume.train, 3),
+    ):
         made = job(*words, f"run.steps={steps}", folder=tmp_path / "{name}")
-        given = [tmp_path / "named", [f"run.steps={steps}"]] if call is launch.resume else [made]
+        given = (
+            [tmp_path / "named", [f"run.steps={steps}"]]
+            if call is start_and_resume.resume
+            else [made]
+        )
         assert call(*given, SingleProcess(), 1)["steps"] == steps
 
 
 def test_the_number_of_nodes_is_part_of_the_job(tmp_path):
     made = job("run.steps=2", "model.name=mlp", folder=tmp_path)
-    launch.train(made, SingleProcess(), 2)
+    start_and_resume.train(made, SingleProcess(), 2)
     with pytest.raises(ValueError, match=r"run of 2 nodes, not of 3;.*resume.*--nodes 3"):
-        launch.train(made, SingleProcess(), 3)
-    assert launch.resume(tmp_path, ["run.steps=4"], SingleProcess(), 3)["nodes"] == 3
+        start_and_resume.train(made, SingleProcess(), 3)
+    assert start_and_resume.resume(tmp_path, ["run.steps=4"], SingleProcess(), 3)["nodes"] == 3
     with pytest.raises(ValueError, match="run of 3 nodes, not of 2"):
-        launch.train(job("run.steps=4", "model.name=mlp", folder=tmp_path), SingleProcess(), 2)
+        start_and_resume.train(
+            job("run.steps=4", "model.name=mlp", folder=tmp_path), SingleProcess(), 2
+        )
 
 
 def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
@@ -362,7 +382,7 @@ def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
     place = tmp_path / "run/checkpoints"
     words = ["model.name=mlp", "model.hidden=[4]", "checkpoint.every_steps=2", "run.steps=6"]
     made = job(*words, "checkpoint.keep=3", folder=folder)
-    digest = launch.train(made, SingleProcess(), 2)["digest"]
+    digest = start_and_resume.train(made, SingleProcess(), 2)["digest"]
     paths = [place / f"step-0000000{step}" for step in (2, 4, 6)]
     flip_bit(paths[2] / "checkpoint.h5")
     (paths[1] / "node-0001.h5").unlink()
@@ -373,18 +393,18 @@ def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
         and f"complete checkpoint is {paths[0]}" in told
     )
     before = (paths[2] / "checkpoint.h5").read_bytes()
-    assert launch.train(made, SingleProcess(), 2)["digest"] == digest
+    assert start_and_resume.train(made, SingleProcess(), 2)["digest"] == digest
     told = capsys.readouterr().out
     for name, path in (("checkpoint.h5", paths[2]), ("node-0001.h5", paths[1])):
-        assert f"{path / name} " in told and f"keeps the damaged one as {path.name}.damaged" in told
+        assert f"{path / name} " in told and f"renamed to {path.name}.damaged" in told
     assert f"The run continues from {paths[0]}" in told
     assert (paths[2].with_suffix(".damaged") / "checkpoint.h5").read_bytes() == before
     for path in paths:
         flip_bit(path / "checkpoint.h5")
     there = sorted(place.rglob("*"))
     starts = [
-        lambda: launch.train(made, SingleProcess(), 2),
-        lambda: launch.resume(folder, [], SingleProcess(), None),
+        lambda: start_and_resume.train(made, SingleProcess(), 2),
+        lambda: start_and_resume.resume(folder, [], SingleProcess(), None),
         lambda: custom_loop(folder),
     ]
     command = f"mv {place} {place}.damaged"
@@ -398,10 +418,10 @@ def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
     for path in paths:  # renamed checkpoints also prevent a start from step 0
         path.rename(path.with_suffix(".damaged.damaged"))
     with pytest.raises(JobError, match="none of them is complete"):
-        launch.train(made, SingleProcess(), 2)
+        start_and_resume.train(made, SingleProcess(), 2)
     subprocess.run(command.split(), check=True)
     (place / "step-00000002.writing").mkdir(parents=True)  # a first checkpoint that was interrupted
-    assert launch.train(made, SingleProcess(), 2)["digest"] == digest
+    assert start_and_resume.train(made, SingleProcess(), 2)["digest"] == digest
 
 
 def custom_loop(folder):
@@ -427,11 +447,11 @@ def test_after_a_rank_failure_the_next_attempt_has_all_nodes_and_reports_the_cos
     (tmp_path / "run" / "STOP").touch()
     with monkeypatch.context() as patch:
         patch.setattr(run, "named_hooks", lambda *_: [Lost()])
-        assert not launch.train(made, SingleProcess(), 3)["finished"]
+        assert not start_and_resume.train(made, SingleProcess(), 3)["finished"]
     with pytest.raises(ValueError, match="run of 4 nodes, not of 3"):
-        launch.train(made, SingleProcess(), 3)
+        start_and_resume.train(made, SingleProcess(), 3)
     with contextlib.redirect_stdout(io.StringIO()) as told:
-        summary = launch.train(made, SingleProcess(), 4)
+        summary = start_and_resume.train(made, SingleProcess(), 4)
     assert (
         "failed after step 2 (0.10 s lost); 6 steps since then on 3 of 4 nodes, now 4; from "
         "the exact average of 3 nodes" in told.getvalue()
@@ -443,7 +463,7 @@ def test_after_a_rank_failure_the_next_attempt_has_all_nodes_and_reports_the_cos
 def test_a_loss_that_is_not_finite_names_step_and_node(tmp_path):
     made = job("schedule.lr=1e15", "algorithm.name=dsgd", folder=tmp_path)
     with pytest.raises(NonFiniteError, match=r"loss of node \d is .* at step \d+"):
-        launch.train(made, SingleProcess(), 2)
+        start_and_resume.train(made, SingleProcess(), 2)
 
 
 BAD = {
@@ -475,15 +495,15 @@ def test_a_bad_gradient_names_its_node_and_leaves_the_last_good_checkpoint(tmp_p
         whole = job(settings, *small, "run.steps=6", folder=tmp_path / f"whole-{at}")
         more = [*small, "run.steps=4", "checkpoint.every_steps=1"]
         cut = job(settings, *more, folder=tmp_path / f"cut-{at}")
-        expected = launch.train(whole, SingleProcess(), 4)["digest"]
+        expected = start_and_resume.train(whole, SingleProcess(), 4)["digest"]
         with pytest.MonkeyPatch.context() as patch, pytest.raises(NonFiniteError) as found:
             poisoned(patch)
-            launch.train(cut, SingleProcess(), 4)
+            start_and_resume.train(cut, SingleProcess(), 4)
         assert re.search(f"{words}.* the first in 3.bias", str(found.value)), settings
         path = checkpoint.latest(cut.run.folder)
         assert path.name in ("step-00000002", "step-00000003"), settings
         assert checkpoint.verify(path) == [], settings
-        again = launch.resume(cut.run.folder, ["run.steps=6"], SingleProcess(), 4)
+        again = start_and_resume.resume(cut.run.folder, ["run.steps=6"], SingleProcess(), 4)
         assert again["digest"] == expected, settings
 
 
@@ -537,7 +557,7 @@ def test_local_steps_send_nothing_and_global_steps_agree():
         ("graph.name=one-peer-hypercube", 6, r"power of two nodes, got 6; .*base-2"),
         ("local.name=momentum", 2, r'"dmsgd" has its own local step'),
         ("algorithm.name=dsgd local.name=moment", 2, r"did you mean \"momentum\""),
-        ("data.batch=64", 40, r"training samples but takes 64"),
+        ("data.batch=64", 40, r"training samples, but uses 64"),
         ("data.source=nowhere.h5", 2, r"nowhere\.h5"),
         ("node.devices=cuda:0", 2, r"sees no GPU"),
         ("algorithm.name=parallel cadence.name=never", 2, r"every step"),

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mpigossip.cluster.ranks import SingleProcess
-from mpigossip.runs import launch
+from mpigossip.cluster.world import SingleProcess
+from mpigossip.runs import start_and_resume
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
@@ -41,10 +41,10 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path, monkeypatch)
 
     monkeypatch.setattr(Trainer, "step", stepping)
     monkeypatch.setattr(checkpoint, "write_node", held)
-    launch.train(job(tmp_path / "a", "checkpoint.keep=9"), SingleProcess(), 2)
+    start_and_resume.train(job(tmp_path / "a", "checkpoint.keep=9"), SingleProcess(), 2)
     assert seen[:2] == [6, 6] and checkpoint.steps(tmp_path / "a") == [6, 12, 18, 24]
     monkeypatch.undo()
-    launch.train(job(tmp_path / "b", "run.steps=6"), SingleProcess(), 2)
+    start_and_resume.train(job(tmp_path / "b", "run.steps=6"), SingleProcess(), 2)
     early, late = (checkpoint.folder(tmp_path / name, 6) for name in "ab")
     assert checkpoint.digest(early) == checkpoint.digest(late)
 
@@ -58,7 +58,7 @@ def test_snapshots_reuse_memory(tmp_path, monkeypatch):
         return write(folder, node, state)
 
     monkeypatch.setattr(checkpoint, "write_node", noting)
-    launch.train(job(tmp_path, "checkpoint.keep=9"), SingleProcess(), 2)
+    start_and_resume.train(job(tmp_path, "checkpoint.keep=9"), SingleProcess(), 2)
     assert len(places) == 2 and {rest for *_, rest in places} == {0}
     assert len({checkpoint.digest(checkpoint.folder(tmp_path, at)) for at in (6, 12, 18)}) == 3
 
@@ -83,16 +83,18 @@ def failing(at):
 def test_a_full_disk_stops_the_run_and_earlier_checkpoints_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "write_node", failing(12))
     with pytest.raises(ValueError, match=r"step 12.*No space left.*on_error"):
-        launch.train(job(tmp_path), SingleProcess(), 2)
+        start_and_resume.train(job(tmp_path), SingleProcess(), 2)
     newest = checkpoint.latest(tmp_path)
     assert newest == checkpoint.folder(tmp_path, 6) and not checkpoint.verify(newest)
     monkeypatch.undo()
-    assert launch.train(job(tmp_path), SingleProcess(), 2)["finished"]
+    assert start_and_resume.train(job(tmp_path), SingleProcess(), 2)["finished"]
 
 
 def test_a_full_disk_is_reported_and_survived_if_the_job_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint, "write_node", failing(12))
-    summary = launch.train(job(tmp_path, "checkpoint.on_error=continue"), SingleProcess(), 2)
+    summary = start_and_resume.train(
+        job(tmp_path, "checkpoint.on_error=continue"), SingleProcess(), 2
+    )
     assert summary["finished"] and "digest" not in summary
     assert capsys.readouterr().err.count("training continues") == 3
     assert checkpoint.steps(tmp_path) == [6]
@@ -101,12 +103,12 @@ def test_a_full_disk_is_reported_and_survived_if_the_job_says_so(tmp_path, monke
 
 def test_a_short_failure_of_the_file_system_costs_one_checkpoint(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Path, "is_dir", stale)
-    assert launch.train(job(tmp_path, "checkpoint.on_error=continue"), SingleProcess(), 2)[
-        "finished"
-    ]
+    assert start_and_resume.train(
+        job(tmp_path, "checkpoint.on_error=continue"), SingleProcess(), 2
+    )["finished"]
     assert "Stale file handle; training continues" in capsys.readouterr().err
     with pytest.raises(ValueError, match="Stale file handle.*on_error"):
-        launch.train(job(tmp_path / "stops"), SingleProcess(), 2)
+        start_and_resume.train(job(tmp_path / "stops"), SingleProcess(), 2)
 
 
 @pytest.mark.parametrize("at", ["write_node", "commit"])
@@ -122,7 +124,7 @@ def test_deleting_checkpoints_during_a_write_does_not_end_the_run(
         return write(*args)
 
     monkeypatch.setattr(checkpoint, at, take)
-    assert launch.train(job(tmp_path), SingleProcess(), 2)["finished"]
+    assert start_and_resume.train(job(tmp_path), SingleProcess(), 2)["finished"]
     printed = capsys.readouterr().err
     assert "the checkpoint of step 12 could not be written" in printed
     assert "training continues" in printed
@@ -134,7 +136,7 @@ def under_mpi(world, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "write_node", failing(12))
         with pytest.raises(ValueError) as raised:
-            launch.train(job(folder), world, world.size)
+            start_and_resume.train(job(folder), world, world.size)
         return str(raised.value)
 
 

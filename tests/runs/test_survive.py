@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpigossip.cluster import ranks as world_ranks
+from mpigossip.cluster import mpi_world
 from mpigossip.cluster.deadline import WaitTimeoutError
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.runs import recorder, survive
@@ -85,13 +85,13 @@ def test_a_late_neighbour_is_named_with_its_last_round(ranks):
 
 def test_which_worlds_are_fault_tolerant():
     on = {"OMPI_MCA_mpi_ft_enable": "1"}
-    assert world_ranks.fault_tolerant("Open MPI v5.0.11", on)
-    assert not world_ranks.fault_tolerant("Open MPI v5.0.11", {})
-    assert not world_ranks.fault_tolerant("Open MPI v5.0.11", on | {"SLURM_STEP_ID": "0"})
-    assert world_ranks.fault_tolerant(
+    assert mpi_world.fault_tolerant("Open MPI v5.0.11", on)
+    assert not mpi_world.fault_tolerant("Open MPI v5.0.11", {})
+    assert not mpi_world.fault_tolerant("Open MPI v5.0.11", on | {"SLURM_STEP_ID": "0"})
+    assert mpi_world.fault_tolerant(
         "Open MPI v5.0.11", on | {"SLURM_STEP_ID": "0", "PRTE_LAUNCHED": "1"}
     )
-    assert not world_ranks.fault_tolerant("MPICH Version: 5.0.2", on)
+    assert not mpi_world.fault_tolerant("MPICH Version: 5.0.2", on)
 
 
 UNSPECIFIC = """
@@ -139,7 +139,7 @@ def test_a_graph_that_is_impossible_with_one_node_fewer_is_rejected():
 
 
 def test_checkpoints_of_round_steps_are_kept_for_good(tmp_path):
-    from mpigossip.runs import launch as training
+    from mpigossip.runs import start_and_resume as training
 
     settings = ["model.name=mlp", "data.batch=8", "run.steps=12", f"run.output={tmp_path}"]
     every = ["checkpoint.every_steps=1", "checkpoint.keep=2", "checkpoint.keep_every=4"]

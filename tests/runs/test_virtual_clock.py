@@ -11,10 +11,10 @@ import pytest
 
 from mpigossip.analysis import panels, plot
 from mpigossip.analysis.logged_runs import load
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.mixing.delayed import Faults
-from mpigossip.runs import launch
+from mpigossip.runs import start_and_resume
 from mpigossip.store.log import COLUMNS, VIRTUAL, read
 from mpigossip.studies.drawing import _places
 from mpigossip.studies.running import RunResult
@@ -46,7 +46,7 @@ def job(folder, *settings):
 def trained(folder, *settings):
     """Return the summary and the log of a simulated run."""
     with SingleProcess() as alone:
-        summary = launch.train(job(folder, *settings), alone, NODES)
+        summary = start_and_resume.train(job(folder, *settings), alone, NODES)
     return summary, read(Path(folder) / "log.h5")
 
 
@@ -91,11 +91,11 @@ def test_a_stopped_run_resumes_at_its_virtual_time(runs, tmp_path):
     for name in ("parts", "fewer"):
         shutil.copytree(folder / "begun", tmp_path / name)
     with SingleProcess() as alone:
-        launch.resume(tmp_path / "parts", ["run.steps=24"], alone, None)
+        start_and_resume.resume(tmp_path / "parts", ["run.steps=24"], alone, None)
     parts = read(tmp_path / "parts/log.h5")
     np.testing.assert_array_equal(parts.steps[VIRTUAL], whole.steps[VIRTUAL])
     with SingleProcess() as alone:  # other nodes continue at the time of the slowest one
-        launch.resume(tmp_path / "fewer", ["run.steps=14"], alone, 3)
+        start_and_resume.resume(tmp_path / "fewer", ["run.steps=14"], alone, 3)
     fewer = read(tmp_path / "fewer/log.h5").steps[VIRTUAL]
     assert (fewer[10, :3] > whole.steps[VIRTUAL][9].max()).all() and np.isnan(fewer[10, 3])
 

@@ -100,7 +100,7 @@ def test_the_same_evaluation_again_replaces_it(tmp_path):
     out = log_writer(tmp_path / "log.h5")
     out.evaluation(evaluation(10, 3))
     out.evaluation(evaluation(10, 3) | {"accuracy": 0.9})
-    with pytest.raises(ValueError, match="ascend from step 10, unlike 9"):
+    with pytest.raises(ValueError, match="ascend from step 10, but this one is at step 9"):
         out.evaluation(evaluation(9, 3))
     got = read(tmp_path / "log.h5").evaluations
     assert got["step"].tolist() == [10] and got["accuracy"].tolist() == [0.9]

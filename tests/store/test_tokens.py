@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpigossip.cli import main
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import Data, JobError
 from mpigossip.data.sources import source
 from mpigossip.models import model

@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mpigossip.cluster.ranks import SingleProcess
-from mpigossip.runs import launch
+from mpigossip.cluster.world import SingleProcess
+from mpigossip.runs import start_and_resume
 from mpigossip.training import assemble
 from tests.launch import environment, warmed
 
@@ -39,7 +39,7 @@ def test_a_full_disk_leaves_existing_files_unchanged(tmp_path):
     """Run all commands in one process, in which each may write 300 bytes."""
     settings = ["model.name=mlp", "model.hidden=[4]", "run.steps=3", "data.batch=8"]
     job = assemble.load({}, [*settings, f"run.output={tmp_path / 'run'}"])
-    launch.train(job, SingleProcess(), 2)
+    start_and_resume.train(job, SingleProcess(), 2)
     commands = []
     for number, (text, out) in enumerate(COMMANDS.items()):
         name = out.replace("OUT", str(number))

@@ -1,4 +1,4 @@
-"""tools/bench/atlas.py: what it predicts, and its table of cells; the lab itself needs root."""
+"""Test the predictions and the table of tools/bench/atlas.py; measuring would need root."""
 
 import json
 import runpy
@@ -24,7 +24,7 @@ def atlas(monkeypatch):
 
 def test_the_table(atlas, tmp_path, capsys):
     out = tmp_path / "cells.jsonl"
-    step = atlas["predicted"](atlas["METHODS"]["one-peer"], "", MACHINE, 0.1)
+    step = atlas["predict_seconds"](atlas["METHODS"]["one-peer"], "", MACHINE, 0.1)
     cell = {"network": "100 Mbit/s", "bytes": 4.2e6, "load": 1.0, "steps": 9}
     rows = [
         {"machine": asdict(replace(MACHINE, where="x")), "network": "1 Gbit/s"},

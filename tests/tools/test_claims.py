@@ -13,7 +13,7 @@ import torch
 
 from mpigossip import algorithms
 from mpigossip.algorithms import Step
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.graphs import graph
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.training import assemble

@@ -1,4 +1,4 @@
-"""tools/labs/compare_checkouts.py: a changed constant is found, and what counts as different."""
+"""Test that compare_checkouts.py finds a changed constant, and how it judges two results."""
 
 import json
 import re
@@ -69,7 +69,7 @@ def test_a_changed_constant_of_one_algorithm_is_found(tmp_path):
         ({"onward": "c"}, {"onward": "c"}, "equal", "OLD resumes inexactly"),
         ({"onward": "c"}, {"onward": "a"}, "equal", "OLD resumes inexactly"),
         ({"onward": "c"}, {"onward": "d"}, "differs", "resumed: d, in OLD c"),
-        ({"code": 2}, {}, "new", "OLD refuses it"),
+        ({"code": 2}, {}, "new", "OLD rejects"),
         ({"code": 1, "message": "why"}, {}, "failed", "OLD: why"),
         ({"code": 2}, {"code": 2}, "failed", "NEW: "),
         ({}, {"code": 2}, "failed", "NEW: "),

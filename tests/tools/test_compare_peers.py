@@ -1,4 +1,4 @@
-"""tools/bench/compare_peers.py: every opponent averages exactly."""
+"""Test that all contenders of tools/bench/compare_peers.py average exactly."""
 
 import os
 import sys

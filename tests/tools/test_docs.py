@@ -104,7 +104,7 @@ def test_the_page_python_names_every_argument_and_no_other():
         seen.add(name)
     assert wrong == []
     assert {"graph", "study", "world", "Gossip.__init__", "Averager.__init__"} <= seen
-    assert {"Gossip.log", "optim.world.World.agree", "studies.Study.plot"} <= seen
+    assert {"Gossip.log", "cluster.mpi_world.MPIWorld.agree", "studies.Study.plot"} <= seen
 
 
 def test_gossip_takes_the_options_that_the_page_python_lists():

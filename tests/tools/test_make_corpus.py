@@ -1,4 +1,4 @@
-"""tools/data/make_corpus.py on a small tar of a kernel's form; nothing is downloaded."""
+"""Test tools/data/make_corpus.py on a small tar archive with the layout of a kernel's archive."""
 
 import importlib.util
 import io
@@ -50,5 +50,5 @@ def test_a_smaller_text_is_part_of_a_larger_one(tool, archive, tmp_path, capsys)
     assert {path.parts[0] for path in texts[1]} == {"drivers", "net", "mm", "fs"}
     assert len(texts[2]) == 60 and not list(tmp_path.rglob("escaped.c"))
     printed = capsys.readouterr()
-    assert "60 files, 0.0 MB; 1 of them were not UTF-8" in printed.out
-    assert "the package has only 0.0 MB" in printed.err
+    assert "60 files with 0.0 MB" in printed.out and "1 other files" in printed.out
+    assert "--megabytes 1:" in printed.err and "0.0 MB" in printed.err

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.engine.vector import flatten
 from mpigossip.training import assemble
 from mpigossip.training.precision import arranged

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from mpigossip.cluster.ranks import SingleProcess
-from mpigossip.runs import launch
+from mpigossip.cluster.world import SingleProcess
+from mpigossip.runs import start_and_resume
 from mpigossip.store.log import read
 from mpigossip.training import assemble
 from mpigossip.training.evaluate import averaged_model, measure, recalibrate
@@ -45,7 +45,7 @@ def normed(shape, classes):
 def trained(folder, *settings):
     with SingleProcess() as alone:
         job = assemble.load(JOB, [f"run.output={folder}", *settings])
-        summary = launch.train(job, alone, N)
+        summary = start_and_resume.train(job, alone, N)
     return summary, read(folder / "log.h5").evaluations
 
 

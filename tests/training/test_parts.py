@@ -6,7 +6,7 @@ from torch import nn
 
 import mpigossip
 from mpigossip import algorithms
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.engine.vector import ParameterLayout, flatten
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.training import assemble, parts

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from mpigossip import algorithms
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.groups.base import Single, Unsharded
 from mpigossip.groups.threads import ThreadGroup
 from mpigossip.mixing.base import ExchangeKind
-from mpigossip.runs import launch
+from mpigossip.runs import start_and_resume
 from mpigossip.store import checkpoint
 from mpigossip.training import assemble, capture, evaluate, precision, replicas
 from tests.cases import on_each
@@ -173,11 +173,11 @@ def test_a_node_that_overflows_still_takes_part_in_the_round():
 def test_a_resumed_fp16_run_continues_with_its_loss_scales(tmp_path):
     def run(name, *more):
         made = job("node.precision=fp16", f"run.output={tmp_path}/{name}", *more)
-        return launch.train(made, SingleProcess(), 2)
+        return start_and_resume.train(made, SingleProcess(), 2)
 
     run("whole", "run.steps=6")
     run("halves", "run.steps=3")
-    launch.resume(tmp_path / "halves", ["run.steps=6"], SingleProcess(), None)
+    start_and_resume.resume(tmp_path / "halves", ["run.steps=6"], SingleProcess(), None)
     ends = [checkpoint.latest(tmp_path / name) for name in ("whole", "halves")]
     one, other = (checkpoint.read_node(end, 1) for end in ends)
     assert one.numbers["clean_steps"] == other.numbers["clean_steps"] == 6

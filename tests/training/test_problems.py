@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from mpigossip import graphs
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.data.problems import quadratics
 from mpigossip.graphs.theory import quadratic_limit
-from mpigossip.runs import launch
+from mpigossip.runs import start_and_resume
 from mpigossip.store.log import read
 from mpigossip.training import assemble
 from mpigossip.training.problems import Factorization, Quadratics
@@ -27,7 +27,7 @@ JOB = {
 def trained(tmp_path, *settings):
     job = assemble.load(JOB, [*settings, f"run.output={tmp_path}"])
     with SingleProcess() as alone:
-        launch.train(job, alone, N)
+        start_and_resume.train(job, alone, N)
     return read(tmp_path / "log.h5")
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mpigossip
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.training import assemble, rules
 from mpigossip.training.rules import Launch, Rule, problems

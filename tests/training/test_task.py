@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
-from mpigossip.runs import launch
+from mpigossip.runs import start_and_resume
 from mpigossip.store.log import read
 from mpigossip.training import assemble, task
 from mpigossip.training.task import Objective, TaskError
@@ -84,7 +84,7 @@ def job(folder, *settings):
 
 def train(made, nodes=3):
     with SingleProcess() as alone:
-        return launch.train(made, alone, nodes)
+        return start_and_resume.train(made, alone, nodes)
 
 
 def test_a_custom_task_is_logged_by_its_names(user_module, tmp_path, capsys):
@@ -146,7 +146,7 @@ def test_a_resumed_run_is_bitwise_identical(user_module, tmp_path, settings):
     train(job(tmp_path / "half", "run.steps=5", *settings))
     torch.rand(3)
     with SingleProcess() as alone:
-        again = launch.resume(tmp_path / "half", ["run.steps=none"], alone, None)
+        again = start_and_resume.resume(tmp_path / "half", ["run.steps=none"], alone, None)
     assert again["digest"] == whole["digest"]
 
 
@@ -157,7 +157,7 @@ def on_ranks(world, folder):
 
     sys.modules["mine"] = ModuleType("mine")
     vars(sys.modules["mine"]).update(points=points, curve=curve, Fit=Fit)
-    return launch.train(job(folder), world, world.size).get("digest")
+    return start_and_resume.train(job(folder), world, world.size).get("digest")
 
 
 def test_ranks_have_the_simulators_digest(ranks, user_module, tmp_path):

@@ -1,16 +1,16 @@
 """Measure steps over links of different rates, and compare them with predictions of `plan`.
 
-    python tools/bench/atlas.py --out FILE.jsonl             measures missing cells; needs root
-    python tools/bench/atlas.py --out FILE.jsonl --show      prints the table
+    python tools/bench/atlas.py --out FILE.jsonl            # as root: measure, then print the table
+    python tools/bench/atlas.py --out FILE.jsonl --show     # print the table of a measured file
 
 Four ranks, each in a network namespace that acts as a host (tools/labs/net.sh), train 1.05 M
-parameters. Instead of computing for 200 ms, a step sleeps. A cell is one method on one network;
-cells that FILE already contains are not measured again.
+parameters. A step sleeps for 200 ms instead of computing. A cell of the table is one method on one
+network; the program measures only the cells that FILE does not contain yet.
 
-For the predictions, the machine is measured with messages of other sizes on the first network, and
-on each network with added latency. For all other networks, the nominal rate of the link replaces
-the measured one. "Utilization" is the ratio of computation time to step time. Bytes are all bytes
-that leave a host, including headers.
+For the predictions, the program measures single rounds on the network of 1 Gbit/s and on each
+network with added latency. For all other networks, it converts the rate at 1 Gbit/s to the nominal
+rate of the link. "Utilization" is the ratio of computation time to step time. The bytes of a cell
+are the bytes, including headers, that a host sends per step, averaged over hosts.
 """
 
 import argparse
@@ -42,8 +42,8 @@ WIDTH = 512
 LAYERS = 4
 """Number of hidden layers, 512 x 512 each: 1.05 M parameters with the first and the last layer."""
 SECONDS = 6.0
-"""Approximate seconds for which a cell is measured. A cell has whole periods of its graph and
-cadence, and at least two steps."""
+"""Approximate seconds for which a cell is measured. The number of measured steps is a multiple of
+the period of the cell's cadence, or of 4 if the cadence has no period."""
 
 
 class Network(NamedTuple):
@@ -86,7 +86,7 @@ CLOCK = {
     for graph in ("one-peer-exponential", "ring", "complete")
     for cadence in ("always", "every")
 }
-"""Jobs that check the virtual clock, at 1 Gbit/s and 100 Mbit/s."""
+"""Settings of the methods that `--clock` measures, to check the virtual clock."""
 SMALL = [
     "data.source=synthetic", "data.shape=[1,2,2]", "data.classes=2", "data.batch=1",
     "data.samples=65536", "data.test_samples=4", "data.workers=0", "run.epochs=1",
@@ -98,18 +98,18 @@ SMALL = [
 def job_of(words: str, slow: str):
     """Return the job of a cell.
 
-    :param words: settings of the method; "": those of parallel SGD
+    :param words: settings of the method, separated by spaces; "": settings of parallel SGD
     :param slow: slow part of the network, as in `Network`
     """
     from mpigossip.training import assemble
 
-    own = [f"model.times={SLOW_TIMES}", f"model.slow={HOSTS - 1}"] if slow == "node" else []
-    given = words or "algorithm.name=parallel graph.name=complete"
-    return assemble.load({}, [*SMALL, *own, *given.split()])
+    slow_node = [f"model.times={SLOW_TIMES}", f"model.slow={HOSTS - 1}"] if slow == "node" else []
+    method = words or "algorithm.name=parallel graph.name=complete"
+    return assemble.load({}, [*SMALL, *slow_node, *method.split()])
 
 
 def sent_bytes() -> int:
-    """Return the bytes that this host has sent so far."""
+    """Return the bytes that the interface eth0 of this host has sent so far; 0 without eth0."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         if line.strip().startswith("eth0:"):
             return int(line.split()[9])
@@ -117,22 +117,22 @@ def sent_bytes() -> int:
 
 
 def at_rate(measured: float, gbit: float) -> float:
-    """Return the bytes per second over a link of another rate.
+    """Convert a rate measured at 1 Gbit/s to a link of another rate; return bytes per second.
 
-    The time that the machine itself needs for a byte is assumed to stay the same.
+    The hosts are assumed to need the same time for a byte at both rates.
 
     :param measured: bytes per second that were measured over 1 Gbit/s
-    :param gbit: the other rate in Gbit/s
+    :param gbit: nominal rate of the other link in Gbit/s
     """
-    own = max(1 / measured - 1 / NOMINAL, 0.0)
-    return 1 / (own + 1 / (gbit * NOMINAL))
+    host_seconds_per_byte = max(1 / measured - 1 / NOMINAL, 0.0)
+    return 1 / (host_seconds_per_byte + 1 / (gbit * NOMINAL))
 
 
-def linked(machine, gbit: float):
-    """Return the values of a machine, measured at 1 Gbit/s, for links of another rate.
+def with_link_rate(machine, gbit: float):
+    """Return a copy of a `Machine` whose bandwidths are converted to links of another rate.
 
-    :param machine: measured values
-    :param gbit: the other rate in Gbit/s
+    :param machine: values that were measured at 1 Gbit/s
+    :param gbit: nominal rate of the other links in Gbit/s
     """
     return replace(
         machine,
@@ -141,75 +141,75 @@ def linked(machine, gbit: float):
     )
 
 
-def predicted(words: str, slow: str, machine, gbit: float | None) -> float:
-    """Return the seconds of a step according to the virtual clock.
+def predict_seconds(words: str, slow: str, machine, gbit: float | None) -> float:
+    """Return the mean seconds per step that the virtual clock predicts for the slowest node.
 
-    :param words: settings of the method
+    :param words: settings of the method, separated by spaces; "": DistributedDataParallel
     :param slow: slow part of the network, as in `Network`
-    :param machine: measured values of the machine
-    :param gbit: rate of the links in Gbit/s; None: the links with which the machine was measured
+    :param machine: `Machine` with the measured values
+    :param gbit: rate of the links in Gbit/s; None: the links with which ``machine`` was measured
     """
     from mpigossip.training.costs import exchanges, subject
     from mpigossip.training.time_model import Clock, Timing
 
     job = job_of(words, slow)
-    made = exchanges(subject(job)[0], HOSTS)
-    here = linked(machine, gbit) if gbit else machine
-    links = np.full(HOSTS, here.bandwidth)
+    plan = exchanges(subject(job)[0], HOSTS)
+    on_links = with_link_rate(machine, gbit) if gbit else machine
+    links = np.full(HOSTS, on_links.bandwidth)
     pace = np.ones((1, HOSTS))
     if slow == "link":
         links[-1] = at_rate(machine.bandwidth, SLOW_GBIT)
     pace[0, -1] = SLOW_TIMES if slow == "node" else 1
-    clock = Clock(Timing(made, here, links, ddp=not words))
-    for kind, t in made.rounds():
-        clock.step(kind, t, here.compute_s * pace)
-    return float(clock.now.max()) / made.steps
+    clock = Clock(Timing(plan, on_links, links, ddp=not words))
+    for kind, t in plan.rounds():
+        clock.step(kind, t, on_links.compute_s * pace)
+    return float(clock.now.max()) / plan.steps
 
 
 # -- a model that sleeps instead of computing, so that four ranks can share a few cores ------------
 
 
 class _Sleep(torch.autograd.Function):
-    """Identity function that sleeps: a third of the time in forward, two thirds in backward."""
+    """Identity function that sleeps a third of its time in forward and two thirds in backward."""
 
     @staticmethod
     def forward(ctx, x, seconds):
-        """Sleep, and return the input."""
+        """Sleep for a third of ``seconds``, and return a copy of the input."""
         ctx.seconds = seconds
         time.sleep(seconds / 3)
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        """Sleep twice as long, and return the gradient."""
+        """Sleep for two thirds of ``seconds``, and return the gradient; ``seconds`` has none."""
         time.sleep(2 * ctx.seconds / 3)
         return grad, None
 
 
 class Layer(nn.Linear):
-    """Linear layer that sleeps, so that it takes a given number of seconds."""
+    """Linear layer with ReLU that sleeps ``seconds`` in total in a forward and backward pass."""
 
     def __init__(self, seconds: float):
         super().__init__(WIDTH, WIDTH)
         self.seconds = seconds
 
     def forward(self, x):
-        """Apply the layer after the sleep."""
+        """Sleep for a third of the time, then apply the layer and ReLU."""
         return torch.relu(super().forward(_Sleep.apply(x, self.seconds)))
 
 
 def layers(shape, classes: int, *, seconds: float = 0.2, times: float = 1.0, slow: int = -1):
-    """Build the model, whose layers sleep.
+    """Build the network, whose hidden layers sleep.
 
-    :param shape: shape of an input
+    :param shape: shape (channels, height, width) of an input
     :param classes: number of classes
-    :param seconds: seconds of forward and backward
-    :param times: factor by which one rank is slower
-    :param slow: number of this rank; -1: none
+    :param seconds: seconds that the hidden layers sleep in a forward and backward pass
+    :param times: factor by which the sleep of the rank ``slow`` is longer
+    :param slow: rank that sleeps longer; -1: no rank
     """
     first = nn.Linear(shape[0] * shape[1] * shape[2], WIDTH)
-    own = seconds * (times if slow >= 0 and _rank() == slow else 1.0)
-    body = [Layer(own / LAYERS) for _ in range(LAYERS)]
+    sleep_s = seconds * (times if slow >= 0 and _rank() == slow else 1.0)
+    body = [Layer(sleep_s / LAYERS) for _ in range(LAYERS)]
     return nn.Sequential(nn.Flatten(), first, *body, nn.Linear(WIDTH, classes))
 
 
@@ -223,64 +223,73 @@ def _rank() -> int:
 
 
 def ranks(cells: list[str], slow: str, calibrate: bool) -> None:
-    """Measure cells one after the other; rank 0 prints a line of JSON for each.
+    """Measure methods one after the other on this network; rank 0 prints a JSON line for each.
 
-    :param cells: names of methods
+    :param cells: names of the methods
     :param slow: slow part of the network, as in `Network`
-    :param calibrate: whether to measure the machine, too
+    :param calibrate: whether to measure the machine first and print it on a line of its own
     """
     import mpigossip
 
     torch.set_num_threads(1)
     with mpigossip.world() as world:
         if calibrate:
-            machine = calibrated(world)
+            machine = measure_machine(world)
             if world.rank == 0:
                 print(json.dumps({"machine": machine}), flush=True)
         for name in cells:
             words = (METHODS | CLOCK)[name]
             step, close, period = engine(world, words, slow) if words else ddp(world, slow)
-            row = measured(world, step, period) | {"cell": name}
+            row = measure(world, step, period) | {"cell": name}
             close()
             if world.rank == 0:
                 print(json.dumps(row), flush=True)
 
 
-def calibrated(world) -> dict:
-    """Measure the machine as `mpigossip plan` does: steps without exchange, and single rounds."""
+def measure_machine(world) -> dict:
+    """Measure steps without exchanges and single rounds as `mpigossip plan` does.
+
+    :return: fields of the `Machine`
+    """
     from mpigossip.analysis.machine import examine
     from mpigossip.training.costs import subject
 
-    what = subject(job_of(f"{EVERY} {PEER}", ""))[0]
-    machine = examine(what, world, {"jitter": 0.0}, 3.0)
+    planned = subject(job_of(f"{EVERY} {PEER}", ""))[0]
+    machine = examine(planned, world, {"jitter": 0.0}, 3.0)
     return asdict(machine)
 
 
 def engine(world, words: str, slow: str):
-    """Build a job; return a function that makes a step, a function that closes it, and its period.
-
-    The period is the number of steps after which exchanges repeat.
+    """Build the training of a method with this package.
 
     :param world: all ranks
-    :param words: settings of the method
+    :param words: settings of the method, separated by spaces
     :param slow: slow part of the network, as in `Network`
+    :return: function that makes a step; function that closes the training; number of steps after
+        which exchanges repeat
     """
     from mpigossip.training import assemble
 
     job = job_of(words, slow)
-    made = assemble.assemble(job, world, world.size)
-    return made.trainer.step, made.close, job.cadence.options.get("period", 4)
+    assembly = assemble.assemble(job, world, world.size)
+    return assembly.trainer.step, assembly.close, job.cadence.options.get("period", 4)
 
 
 def ddp(world, slow: str):
-    """Return the same kinds of values as :func:`engine`, for DistributedDataParallel on gloo."""
+    """Build the training by DistributedDataParallel on gloo.
+
+    :param world: all ranks
+    :param slow: slow part of the network, as in `Network`
+    :return: the same three values that `engine` returns
+    """
     from torch import distributed
 
     from tools.bench.peers import join
 
     join(world.comm, "eth0")
-    own = {"times": SLOW_TIMES, "slow": HOSTS - 1} if slow == "node" else {}
-    model = nn.parallel.DistributedDataParallel(layers((1, 2, 2), 2, seconds=COMPUTE_S, **own))
+    slow_node = {"times": SLOW_TIMES, "slow": HOSTS - 1} if slow == "node" else {}
+    network = layers((1, 2, 2), 2, seconds=COMPUTE_S, **slow_node)
+    model = nn.parallel.DistributedDataParallel(network)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.ones(1, 1, 2, 2)
 
@@ -292,20 +301,22 @@ def ddp(world, slow: str):
     return step, distributed.destroy_process_group, 4
 
 
-def measured(world, step, period: int) -> dict:
-    """Measure whole periods; return the mean seconds per step on the slowest rank, and the bytes.
+def measure(world, step, period: int) -> dict:
+    """Measure the whole periods that fit into about SECONDS, at least one.
 
     :param world: all ranks
     :param step: function that makes a step
     :param period: number of steps after which exchanges repeat
+    :return: number of steps; mean seconds per step on the slowest rank; bytes that a host has sent
+        per step, as a mean over hosts; and load average of the machine
     """
     begin = time.perf_counter()
     for _ in range(2):
         step()
-    one = max(world.comm.allgather((time.perf_counter() - begin) / 2))
-    count = period * max(1, min(160, round(SECONDS / one)) // period)
-    # Two steps are done. Complete a short period, so that whole periods are measured. A long period
-    # may begin anywhere.
+    step_s = max(world.comm.allgather((time.perf_counter() - begin) / 2))
+    count = period * max(1, min(160, round(SECONDS / step_s)) // period)
+    # A short period has to be measured from its first step, so complete the one that the two steps
+    # have begun. A long period may begin at any step.
     for _ in range(-2 % period if period <= 8 else 0):
         step()
     world.barrier()
@@ -330,22 +341,26 @@ def fill(out: Path, networks: list[str], methods: dict[str, str]) -> None:
     """Measure the cells that the file does not contain, and append them to it.
 
     :param out: file with one JSON object per line
-    :param networks: names of networks
+    :param networks: names of networks, keys of NETWORKS
     :param methods: settings of each method, by its name
+    :raises SystemExit: if the machine was not measured on the network BASE and will not be
     """
-    there = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    have = {(row.get("network"), row.get("cell")) for row in there}
-    measured_on = {row["network"] for row in there if "machine" in row}
+    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    have = {(row.get("network"), row.get("cell")) for row in rows}
+    measured_on = {row["network"] for row in rows if "machine" in row}
     if BASE not in {*networks, *measured_on}:
-        raise SystemExit(f"links of other rates are predicted from {BASE}: measure it, too")
+        raise SystemExit(
+            f"--networks {';'.join(networks)} lacks {BASE!r}, from which steps on other links are "
+            "predicted: add it"
+        )
     for network in networks:
         links = NETWORKS[network]
         missing = [name for name in methods if (network, name) not in have]
         unknown = network not in measured_on and (network == BASE or links.latency != "0")
         if not missing and not unknown:
             continue
-        own = ["--ranks", ";".join(missing), "--slow", links.slow, *["--calibrate"] * unknown]
-        for row in on_hosts(links, [__file__, *own]):
+        words = ["--ranks", ";".join(missing), "--slow", links.slow, *["--calibrate"] * unknown]
+        for row in on_hosts(links, [__file__, *words]):
             if "machine" in row:
                 measured_on.add(network)
             with out.open("a") as file:
@@ -353,10 +368,11 @@ def fill(out: Path, networks: list[str], methods: dict[str, str]) -> None:
 
 
 def on_hosts(links: Network, words: list[str]) -> Iterator[dict]:
-    """Start new hosts, run this program on each, and yield the lines of JSON that it prints.
+    """Start new hosts, run a Python program on each, and yield the JSON objects that it prints.
 
     :param links: links between the hosts
-    :param words: arguments of the program
+    :param words: path of the program, and its arguments
+    :raises SystemExit: if the program fails
     """
     subprocess.run([LAB, "up", str(HOSTS), links.rate, links.latency], check=True)
     try:
@@ -376,13 +392,15 @@ def on_hosts(links: Network, words: list[str]) -> Iterator[dict]:
                 print(line.strip(), flush=True)
                 yield json.loads(line)
         if run.wait():
-            raise SystemExit(f"{links}: the ranks ended with code {run.returncode}")
+            raise SystemExit(
+                f"the ranks on {links} ended with code {run.returncode}: read their error above"
+            )
     finally:
         subprocess.run([LAB, "down"], check=True)
 
 
 def rows_of(out: Path) -> list[dict]:
-    """Return all cells with their predictions."""
+    """Return the cells of a file, each with the predicted seconds per step as "predicted_s"."""
     from mpigossip.training.machines import Machine
 
     lines = [json.loads(line) for line in out.read_text().splitlines()]
@@ -393,21 +411,23 @@ def rows_of(out: Path) -> list[dict]:
         if "cell" in line:
             links = NETWORKS[line["network"]]
             at = (first, links.gbit) if links.latency == "0" else (machines[line["network"]], None)
-            expected = predicted((METHODS | CLOCK)[line["cell"]], links.slow, *at)
-            rows.append(line | {"predicted_s": expected})
+            step_s = predict_seconds((METHODS | CLOCK)[line["cell"]], links.slow, *at)
+            rows.append(line | {"predicted_s": step_s})
     return rows
 
 
 def show(out: Path) -> None:
     """Print a table of measured and predicted utilization, by method and network.
 
-    Below it, print how many predictions are within 20 % and other bounds.
+    Two lines below it state how many predicted steps are within 15 % and 20 % of the measured ones.
     """
     rows = rows_of(out)
     cells = {(row["cell"], row["network"]): row for row in rows}
     names = list(dict.fromkeys(row["cell"] for row in rows))
     networks = [name for name in NETWORKS if any(row["network"] == name for row in rows)]
-    print("utilization in %, measured (predicted); then MB per step")
+    print(
+        "Each cell: measured utilization in % (predicted one in %), MB that a host sends per step"
+    )
     print("| | " + " | ".join(networks) + " |")
     print("|---" * (1 + len(networks)) + "|")
     for name in names:

@@ -4,8 +4,10 @@ r"""Compare averaging and training by mpigossip with gloo, torch's DDP and MPI_A
     tools/labs/net.sh run 4 python tools/bench/compare_peers.py train --interface eth0 \
         --data cifar10.h5 --epochs 6
 
-All contenders run in the same launch, one after the other in each repeat. The tool prints medians,
-ratios, and whether the averages are exact.
+Each library with its settings is a contender. All contenders run in the same launch, one after the
+other in each repeat. `average` prints the median time of a round, its ratio to the times of
+mpigossip, and whether the averages are exact; `train` prints the median time of an epoch, and the
+accuracy of the averaged model.
 """
 
 import argparse
@@ -23,7 +25,7 @@ import torch
 from peers import WAIT_S, say, timed
 
 from mpigossip.analysis.bench import limit_memory
-from mpigossip.cluster.ranks import World, world
+from mpigossip.cluster.mpi_world import MPIWorld, open_world
 from mpigossip.graphs import graph
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
@@ -33,18 +35,20 @@ from mpigossip.training.evaluate import averaged_model, measure
 # -- averaging --------------------------------------------------------------------------------
 
 
-class Ours:
-    """Contender mpigossip: a mixer averages vectors in its outbox."""
+class MixerContender:
+    """Contender mpigossip: a mixer averages one vector per rank."""
 
-    def __init__(self, ranks: World, count: int, name: str, kind=ExchangeKind.GOSSIP, copies=False):
+    def __init__(
+        self, ranks: MPIWorld, count: int, name: str, kind=ExchangeKind.GOSSIP, copies=False
+    ):
         """Open a mixer for vectors of ``count`` elements.
 
-        :param ranks: all ranks
-        :param count: number of elements
+        :param ranks: all ranks, each of which is a node
+        :param count: number of float32 elements
         :param name: name of the graph
-        :param kind: kind of the exchange
-        :param copies: whether to copy a model into the outbox and the result back, as a program
-            has to that averages its own array
+        :param kind: kind of all exchanges
+        :param copies: whether a round includes copies from the vector to the outbox and from the
+            result to the vector; a program needs them if it averages an array of its own
         """
         self.name = f"mpigossip {name if kind is ExchangeKind.GOSSIP else 'global average'}"
         self.name += ", with copies in and out" if copies else ""
@@ -57,17 +61,20 @@ class Ours:
         self.x = torch.zeros(1, count)
 
     def fill(self, value: float) -> None:
-        """Set every element to the value."""
+        """Set every element of this rank's vector to ``value``, and prepare the next round."""
         self.x.fill_(value)
         self.prepare()
 
     def prepare(self) -> None:
-        """Copy the model to the outbox; not timed, because an algorithm writes there itself."""
+        """Copy the vector to the outbox, unless a round does so.
+
+        This copy is not timed, because an algorithm computes its message in the outbox.
+        """
         if not self.copies:
             self.mixer.outbox(self.t)[0][0].copy_(self.x)
 
     def round(self) -> None:
-        """Make one exchange."""
+        """Exchange and average once, with the copies if ``copies`` is true."""
         if self.copies:
             self.mixer.outbox(self.t)[0][0].copy_(self.x)
         self.mixer.start(self.kind, self.t)
@@ -78,56 +85,66 @@ class Ours:
         self.t += self.kind is ExchangeKind.GOSSIP
 
     def after(self) -> None:
-        """Use the result as the next model; this is not timed."""
+        """Copy the result of a round to the vector, unless the round did so; not timed."""
         if not self.copies:
             self.x.copy_(self.mixed)
 
     def ends(self) -> tuple[float, float]:
-        """Return the smallest and the largest element."""
+        """Return the smallest and the largest element of this rank's vector."""
         return float(self.x.min()), float(self.x.max())
 
 
-def contenders(ranks: World, count: int) -> list[Any]:
-    """Return all contenders for vectors of ``count`` elements.
+def contenders(ranks: MPIWorld, count: int) -> list[Any]:
+    """Return a limit, and all contenders that average a vector.
 
-    DDP is included with the best of three bucket sizes, which is measured here.
+    The limit is the time of averaging two arrays in private memory, without communication. DDP is
+    measured here with three bucket sizes, and is included with the fastest one.
+
+    :param ranks: all ranks
+    :param count: number of float32 elements of the vector
     """
     limit = SimpleNamespace(name="limit: average of private arrays", round=limit_memory(count))
     all_contenders: list[Any] = [limit]
     for name in ("one-peer-hypercube", "one-peer-exponential"):
-        all_contenders += [Ours(ranks, count, name), Ours(ranks, count, name, copies=True)]
-    all_contenders.append(Ours(ranks, count, "complete", ExchangeKind.GLOBAL))
-    theirs = (peers.Pairs, peers.Neighbour, peers.Periodic, peers.Allreduce)
-    all_contenders += [make(ranks.comm, count) for make in theirs]
+        all_contenders += [
+            MixerContender(ranks, count, name),
+            MixerContender(ranks, count, name, copies=True),
+        ]
+    all_contenders.append(MixerContender(ranks, count, "complete", ExchangeKind.GLOBAL))
+    others = (peers.Pairs, peers.Neighbour, peers.Periodic, peers.Allreduce)
+    all_contenders += [make(ranks.comm, count) for make in others]
     caps = sorted({max(1, count * 4 // 10**6 // part) for part in (1, 4, 16)})
     all_contenders.append(
-        best(ranks, [lambda c=c: peers.Gradients(ranks.comm, count, c) for c in caps])
+        fastest(ranks, [lambda c=c: peers.Gradients(ranks.comm, count, c) for c in caps])
     )
     return all_contenders
 
 
-def best(ranks: World, makes: Sequence[Callable[[], Any]]) -> Any:
-    """Return the fastest of several variants of one contender.
+def fastest(ranks: MPIWorld, factories: Sequence[Callable[[], Any]]) -> Any:
+    """Create and measure variants of one contender; return the variant with the shortest round.
 
     :param ranks: all ranks
-    :param makes: functions that create a variant each
+    :param factories: functions, each of which creates one variant
     """
-    tried = []
-    for make in makes:
+    results = []
+    for make in factories:
         contender = make()
         contender.fill(1.0)
         contender.round()
         times = [timed(ranks, contender.round) for _ in range(3)]
-        tried.append((statistics.median(times), len(tried), contender))
-        say(ranks, f"  tried {contender.name}: {1e3 * tried[-1][0]:.0f} ms")
-    return min(tried)[2]
+        results.append((statistics.median(times), len(results), contender))
+        say(ranks, f"  {contender.name}: {1e3 * results[-1][0]:.0f} ms per round")
+    return min(results)[2]
 
 
-def exact(ranks: World, contender: Any) -> bool:
-    """Return whether a contender averages exactly.
+def is_exact(ranks: MPIWorld, contender: Any) -> bool:
+    """Return whether a contender computes the exact average over all ranks.
 
-    Each of n ranks begins with x = rank + 1. After ⌈log2 n⌉ rounds, every element has to be
-    (n + 1)/2.
+    At the start, all elements of a rank's vector are rank + 1. After ⌈log2 n⌉ rounds of n ranks,
+    every element on every rank has to be (n + 1)/2.
+
+    :param ranks: all ranks, which call this function together
+    :param contender: contender that averages a vector
     """
     contender.fill(float(ranks.rank + 1))
     for _ in range((ranks.size - 1).bit_length()):
@@ -138,11 +155,15 @@ def exact(ranks: World, contender: Any) -> bool:
     return all(ranks.comm.allgather(contender.ends() == (wanted, wanted)))
 
 
-def average(ranks: World, options) -> None:
-    """Measure rounds of one vector with all contenders, and print the table."""
+def average(ranks: MPIWorld, options) -> None:
+    """Measure rounds with all contenders, and print a table of their median times.
+
+    :param ranks: all ranks
+    :param options: options of the command line; the size of the vector is ``options.megabytes``
+    """
     count = options.megabytes * 10**6 // 4 // 4096 * 4096
     all_contenders = contenders(ranks, count)
-    right = {contender.name: exact(ranks, contender) for contender in all_contenders[1:]}
+    exact = {contender.name: is_exact(ranks, contender) for contender in all_contenders[1:]}
     times: dict[str, list[float]] = {contender.name: [] for contender in all_contenders}
     began = time.perf_counter()
     for repeat in range(100):
@@ -167,25 +188,31 @@ def average(ranks: World, options) -> None:
         say(
             ranks,
             f"{name:46}{1e3 * middle[name]:8.1f} {spread:7.0%} "
-            f"{middle[name] / middle[all_contenders[0].name]:8.2f} {right.get(name, '-')!s:>6} "
+            f"{middle[name] / middle[all_contenders[0].name]:8.2f} {exact.get(name, '-')!s:>6} "
             f"{ratios[0]:8.2f} {ratios[1]:10.2f}",
         )
     for contender in all_contenders:
-        if isinstance(contender, Ours):
+        if isinstance(contender, MixerContender):
             contender.mixer.close()
 
 
 # -- training -----------------------------------------------------------------------------------
 
 
-class Gossip:
-    """Contender mpigossip: a job of this package.
+class GossipTraining:
+    """Contender mpigossip: a training by a job of this package.
 
-    Its mixer is open only during its own turns, because the progress thread would disturb others.
+    The mixer is open only during the turns of this contender, because its progress thread would
+    otherwise slow down the other contenders.
     """
 
-    def __init__(self, ranks: World, name: str, job: dict):
-        """Create a trainer without its mixer."""
+    def __init__(self, ranks: MPIWorld, name: str, job: dict):
+        """Build the training of a job, and close its mixer.
+
+        :param ranks: all ranks, each of which is a node
+        :param name: name of the contender in the table
+        :param job: settings by section and key
+        """
         self.ranks = ranks
         self.name = name
         self.job = assemble.load(job)
@@ -193,20 +220,20 @@ class Gossip:
         self.close()
 
     def open(self) -> None:
-        """Open a mixer, at the beginning of a turn."""
-        made = self.assembly.parts.open_mixer(self.ranks)
-        self.assembly.trainer.engine.replace_mixer(made)
+        """Open a new mixer at the beginning of a turn."""
+        mixer = self.assembly.parts.open_mixer(self.ranks)
+        self.assembly.trainer.engine.replace_mixer(mixer)
 
     def close(self) -> None:
-        """Close the mixer and its thread."""
+        """Close the mixer, which ends its progress thread, at the end of a turn."""
         self.assembly.trainer.mixer.close()
 
     def step(self, index: int) -> None:
-        """Make one step."""
+        """Make the next training step; the trainer counts steps itself and ignores ``index``."""
         self.assembly.trainer.step()
 
     def averaged(self) -> torch.nn.Module:
-        """Return the exact average over the nodes."""
+        """Return the model whose parameters are the exact average over the nodes."""
         self.open()
         model = averaged_model(self.assembly.trainer.replicas, self.assembly.trainer.mixer)
         self.close()
@@ -214,12 +241,18 @@ class Gossip:
 
 
 def job_of(options, algorithm: str, style: str = "atc", graph: str = "one-peer-exponential"):
-    """Return the job that all contenders train, with a constant learning rate and momentum 0.9."""
-    words = {"style": style} if algorithm == "dsgd" else {}
+    """Return a job with a constant learning rate and momentum 0.9.
+
+    :param options: options of the command line: data, model, batch and learning rate
+    :param algorithm: name of the algorithm
+    :param style: option "style" of the algorithm dsgd; other algorithms ignore it
+    :param graph: name of the graph
+    """
+    dsgd_options = {"style": style} if algorithm == "dsgd" else {}
     return {
         "data": {"source": options.data, "batch": options.batch, "workers": 0},
         "model": {"name": options.model},
-        "algorithm": {"name": algorithm} | words,
+        "algorithm": {"name": algorithm} | dsgd_options,
         "local": {"name": "momentum", "beta": 0.9},
         "graph": {"name": graph},
         "schedule": {"name": "constant", "lr": options.lr, "scale": "none"},
@@ -227,12 +260,19 @@ def job_of(options, algorithm: str, style: str = "atc", graph: str = "one-peer-e
     }
 
 
-def trained(ranks: World, options) -> tuple[list[Any], Any]:
-    """Return all contenders, and the assembly whose data they share."""
+def make_trainings(ranks: MPIWorld, options) -> tuple[list[Any], Any]:
+    """Create the contenders that train a model.
+
+    DDP is measured here with three bucket sizes, and is included with the fastest one.
+
+    :param ranks: all ranks
+    :param options: options of the command line
+    :return: the contenders, and the assembly whose data all of them use
+    """
     ours = [
-        Gossip(ranks, "mpigossip dsgd awc (ahead)", job_of(options, "dsgd", "awc")),
-        Gossip(ranks, "mpigossip dmsgd-vanilla", job_of(options, "dmsgd-vanilla")),
-        Gossip(ranks, "mpigossip parallel", job_of(options, "parallel", graph="complete")),
+        GossipTraining(ranks, "mpigossip dsgd awc (ahead)", job_of(options, "dsgd", "awc")),
+        GossipTraining(ranks, "mpigossip dmsgd-vanilla", job_of(options, "dmsgd-vanilla")),
+        GossipTraining(ranks, "mpigossip parallel", job_of(options, "parallel", graph="complete")),
     ]
     shared = ours[0].assembly
     batches = shared.loader.step
@@ -242,42 +282,51 @@ def trained(ranks: World, options) -> tuple[list[Any], Any]:
 
     megabytes = 4 * sum(p.numel() for p in module().parameters()) / peers.MIB
     caps = [megabytes / 8, megabytes / 3, 25.0]
-    tried = []
+    results = []
     for cap in caps:
-        one = peers.Ddp(module(), options.lr, batches, cap)
-        times = [timed(ranks, lambda k=k, one=one: one.step(k)) for k in range(25)][5:]
-        tried.append((statistics.median(times), cap))
-        say(ranks, f"  tried {one.name}: {1e3 * tried[-1][0]:.1f} ms per step")
-    return [*ours, peers.Ddp(module(), options.lr, batches, min(tried)[1])], shared
+        ddp = peers.Ddp(module(), options.lr, batches, cap)
+        times = [timed(ranks, lambda k=k, ddp=ddp: ddp.step(k)) for k in range(25)][5:]
+        results.append((statistics.median(times), cap))
+        say(ranks, f"  {ddp.name}: {1e3 * results[-1][0]:.1f} ms per step")
+    return [*ours, peers.Ddp(module(), options.lr, batches, min(results)[1])], shared
 
 
-def accuracy(ranks: World, one: Any, shared: Any) -> float:
-    """Return the accuracy of the averaged model; every rank tests its part of the test set."""
+def accuracy(ranks: MPIWorld, contender: Any, shared: Any) -> float:
+    """Return the accuracy of a contender's averaged model on the test set, from 0 to 1.
+
+    :param ranks: all ranks, each of which tests the model on a part of the test set
+    :param contender: the contender
+    :param shared: assembly whose test set and loss are used
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = one.averaged()
+        model = contender.averaged()
     objective = shared.trainer.replicas.objective
     sums = measure(objective, model, shared.loader, ranks.rank, ranks.size)
     total = np.sum(ranks.comm.allgather(sums.numpy()), axis=0)
     return float(total[1, 0] / total[1, 1])
 
 
-def turn(ranks: World, one: Any, steps: range) -> float:
-    """Let a contender make some steps; return the seconds.
+def turn(ranks: MPIWorld, contender: Any, steps: range) -> float:
+    """Let a contender make some steps; return the seconds that the slowest rank needs for them.
 
-    :param ranks: all ranks; the time of the slowest is returned
-    :param one: the contender
-    :param steps: numbers of the steps
+    :param ranks: all ranks
+    :param contender: the contender
+    :param steps: numbers of the steps, which select the batches
     """
-    one.open()
-    seconds = timed(ranks, lambda: [one.step(index) for index in steps])
-    one.close()
+    contender.open()
+    seconds = timed(ranks, lambda: [contender.step(index) for index in steps])
+    contender.close()
     return seconds
 
 
-def train(ranks: World, options) -> None:
-    """Train epochs of all contenders in turn; print seconds per epoch, and accuracy."""
-    all_contenders, shared = trained(ranks, options)
+def train(ranks: MPIWorld, options) -> None:
+    """Train with all contenders, which take turns; print seconds per epoch, and accuracies.
+
+    :param ranks: all ranks
+    :param options: options of the command line
+    """
+    all_contenders, shared = make_trainings(ranks, options)
     if options.only:
         all_contenders = [
             contender
@@ -289,53 +338,58 @@ def train(ranks: World, options) -> None:
         if options.warm_up:
             turn(ranks, contender, range(options.warm_up))
     seconds: dict[str, list[float]] = {contender.name: [] for contender in all_contenders}
-    right: dict[str, list[float]] = {contender.name: [] for contender in all_contenders}
+    accuracies: dict[str, list[float]] = {contender.name: [] for contender in all_contenders}
     for epoch in range(options.epochs):
         for contender in all_contenders:
             first = options.warm_up + epoch * per_epoch
             steps = range(first, first + per_epoch)
             seconds[contender.name].append(turn(ranks, contender, steps))
-            right[contender.name].append(accuracy(ranks, contender, shared))
+            accuracies[contender.name].append(accuracy(ranks, contender, shared))
         say(
             ranks,
             f"epoch {epoch + 1}: "
             + ", ".join(
-                f"{name} {seconds[name][-1]:.1f} s {right[name][-1]:.3f}" for name in seconds
+                f"{name} {seconds[name][-1]:.1f} s {accuracies[name][-1]:.3f}" for name in seconds
             ),
         )
     ours = statistics.median(seconds[all_contenders[0].name])
-    say(ranks, f"\n{'':32}{'s an epoch':>11} {'ms a step':>10} {'/ ahead':>8} {'accuracy':>9}")
+    say(ranks, f"\n{'':32}{'s/epoch':>11} {'ms/step':>10} {'/ ahead':>8} {'accuracy':>9}")
     for contender in all_contenders:
         median = statistics.median(seconds[contender.name])
         say(
             ranks,
             f"{contender.name:32}{median:11.2f} {1e3 * median / per_epoch:10.2f} "
-            f"{median / ours:8.2f} {right[contender.name][-1]:9.3f}",
+            f"{median / ours:8.2f} {accuracies[contender.name][-1]:9.3f}",
         )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the arguments, and run on every rank."""
+    """Parse the arguments, and measure averages or trainings on all ranks.
+
+    :param arguments: words of the command line; None: the words of ``sys.argv``
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["average", "train"])
-    parser.add_argument("--megabytes", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--interface", default="lo", help="for gloo")
+    parser.add_argument("--megabytes", type=int, default=100, help="size of an averaged vector")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time for measuring averages")
+    parser.add_argument("--interface", default="lo", help="network interface that gloo uses")
     parser.add_argument("--data", default="digits")
     parser.add_argument("--model", default="lenet")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="steps of an epoch; default: all")
+    parser.add_argument("--steps", type=int, help="steps per epoch; default: all of the data set")
     parser.add_argument("--warm-up", type=int, default=0, help="steps before anything is timed")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders with a word in name")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORD", help="train only contenders with such a word in a name"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    with world() as ranks:
+    with open_world() as ranks:
         if ranks.size < 2 or ranks.size & (ranks.size - 1):
             sys.exit(
-                f"{ranks.size} ranks: averages of pairs are exact for a power of two only; start "
-                "2, 4, 8 … ranks"
+                f"{ranks.size} ranks were started, but averages of pairs are exact only if the "
+                "number of ranks is a power of two: start 2, 4 or 8 ranks, for example"
             )
         peers.join(ranks.comm, options.interface)
         (average if options.what == "average" else train)(ranks, options)

@@ -1,8 +1,7 @@
-"""Other libraries in tools/bench/compare_peers.py: gloo, torch's averager and DDP, MPI_Allreduce.
+"""Contenders of compare_peers.py: plain gloo, torch's model averager and DDP, and MPI_Allreduce.
 
 Each contender averages one vector by `round()`, or trains one model by `step(index)`. Libraries are
-used as their documentation recommends, with the setting that was fastest on this machine. All
-contenders use gloo, except MPI_Allreduce.
+used as their documentation recommends. All contenders communicate by gloo, except MPI_Allreduce.
 """
 
 import fcntl
@@ -23,21 +22,30 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 from mpigossip.cluster.deadline import Deadline
-from mpigossip.cluster.ranks import World
+from mpigossip.cluster.mpi_world import MPIWorld
 from mpigossip.models import loss_and_correct
 
 MIB = 1 << 20
 WAIT_S = 120.0
 
 
-def meet(ranks: World) -> None:
-    """Wait for all ranks. This rank sleeps, because a busy wait would take another rank's core."""
+def meet(ranks: MPIWorld) -> None:
+    """Wait until all ranks call this function.
+
+    A rank sleeps meanwhile, because a busy wait would take the core of another rank.
+
+    :raises WaitTimeoutError: if a rank does not call it within WAIT_S seconds
+    """
     request = ranks.comm.Ibarrier()
     Deadline(WAIT_S).wait(request.Test, lambda: "not all ranks have reached the barrier")
 
 
-def timed(ranks: World, work: Callable[[], Any]) -> float:
-    """Let all ranks call ``work`` at the same time; return the seconds of the slowest rank."""
+def timed(ranks: MPIWorld, work: Callable[[], Any]) -> float:
+    """Call ``work`` on all ranks at the same time; return the seconds of the slowest rank.
+
+    :param ranks: all ranks, which call this function together
+    :param work: function to time
+    """
     meet(ranks)
     begin = time.perf_counter()
     work()
@@ -46,27 +54,31 @@ def timed(ranks: World, work: Callable[[], Any]) -> float:
     return max(ranks.comm.allgather(seconds))
 
 
-def say(ranks: World, line: str) -> None:
+def say(ranks: MPIWorld, line: str) -> None:
     """Print a line on rank 0."""
     if ranks.rank == 0:
         print(line, flush=True)
 
 
 def join(comm: MPI.Comm, interface: str) -> None:
-    """Start gloo between the ranks of a communicator, over a network interface."""
+    """Initialize torch.distributed with gloo on the ranks of a communicator.
+
+    :param comm: the ranks, which call this function together
+    :param interface: name of the network interface that gloo uses
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     logging.disable(logging.INFO)
     for known in ("When period is 1", "`broadcast_buffers` is deprecated"):
         warnings.filterwarnings("ignore", message=known)
-    where = None
+    url = None
     if comm.rank == 0:
-        with socket.socket() as free:
-            free.bind((_address(interface), 0))
-            where = f"tcp://{_address(interface)}:{free.getsockname()[1]}"
-    where = comm.bcast(where)
+        with socket.socket() as any_free_port:
+            any_free_port.bind((_address(interface), 0))
+            url = f"tcp://{_address(interface)}:{any_free_port.getsockname()[1]}"
+    url = comm.bcast(url)
     dist.init_process_group(
         "gloo",
-        init_method=where,
+        init_method=url,
         rank=comm.rank,
         world_size=comm.size,
         timeout=timedelta(seconds=120),
@@ -84,10 +96,14 @@ def _address(interface: str) -> str:
 
 
 class Vectors(torch.nn.Module):
-    """Model that consists of one vector, split into parameters so that bucket sizes matter."""
+    """Model whose parameters are the pieces of one vector.
+
+    The vector is split because DDP puts whole parameters into a bucket, so that bucket sizes would
+    not matter for a single parameter.
+    """
 
     def __init__(self, count: int, parts: int = 8):
-        """Create ``count`` elements in ``parts`` parameters."""
+        """Create ``parts`` parameters with ``count`` elements in total, all of which are 0."""
         super().__init__()
         whole = torch.zeros(count)
         self.parts = torch.nn.ParameterList(
@@ -95,13 +111,13 @@ class Vectors(torch.nn.Module):
         )
 
     def fill(self, value: float) -> None:
-        """Set every element to the value."""
+        """Set every element of the parameters to ``value``."""
         with torch.no_grad():
             for part in self.parts:
                 part.fill_(value)
 
     def forward(self) -> torch.Tensor:
-        """Return the loss ½ Σ x², whose gradient is the parameters themselves."""
+        """Return the loss ½ Σ x², whose gradient equals the parameters."""
         return sum(0.5 * torch.dot(part, part) for part in self.parts)
 
 
@@ -115,7 +131,11 @@ class Neighbour:
     pairs = False
 
     def __init__(self, comm: MPI.Comm, count: int):
-        """Allocate a vector and a buffer."""
+        """Allocate this rank's vector and a buffer for the received one.
+
+        :param comm: all ranks
+        :param count: number of float32 elements of a vector
+        """
         self.rank = comm.rank
         self.n = comm.size
         self.t = 0
@@ -123,11 +143,11 @@ class Neighbour:
         self.buffer = torch.zeros(count)
 
     def fill(self, value: float) -> None:
-        """Set every element to the value."""
+        """Set every element of this rank's vector to ``value``."""
         self.x.fill_(value)
 
     def round(self) -> None:
-        """Make one round of the one-peer exponential graph."""
+        """Make one round: send the vector, receive another one, and average both."""
         hop = 1 << self.t % (self.n - 1).bit_length()
         to = (self.rank + hop) % self.n
         source = (self.rank - hop) % self.n
@@ -140,40 +160,48 @@ class Neighbour:
         self.t += 1
 
     def ends(self) -> tuple[float, float]:
-        """Return the smallest and the largest element of this rank's array."""
+        """Return the smallest and the largest element of this rank's vector."""
         return float(self.x.min()), float(self.x.max())
 
 
 class Pairs(Neighbour):
-    """Averaging by plain gloo in pairs: in round k, ranks i and i xor 2^k average."""
+    """Averaging by plain gloo in pairs: in round k, ranks i and i xor 2^k exchange vectors."""
 
     name = "gloo isend/irecv, pairs"
     pairs = True
 
 
 class Allreduce(Neighbour):
-    """Averaging by MPI_Allreduce in place, followed by the division."""
+    """Averaging by MPI_Allreduce in place, followed by a division by the number of ranks."""
 
     name = "MPI_Allreduce"
 
     def __init__(self, comm: MPI.Comm, count: int):
-        """Allocate a vector."""
+        """Allocate this rank's vector.
+
+        :param comm: all ranks
+        :param count: number of float32 elements of the vector
+        """
         super().__init__(comm, count)
         self.comm = comm
 
     def round(self) -> None:
-        """Compute one exact average."""
+        """Replace the vector by the exact average over all ranks."""
         self.comm.Allreduce(MPI.IN_PLACE, self.x.numpy())
         self.x.mul_(1 / self.n)
 
 
 class Periodic:
-    """Averaging by torch's PeriodicModelAverager, at every step."""
+    """Averaging by torch's PeriodicModelAverager with period 1, that is, in every call."""
 
     name = "torch PeriodicModelAverager"
 
     def __init__(self, comm: MPI.Comm, count: int):
-        """Create a model with gradients, which the averager requires."""
+        """Create a model whose parameters have gradients, because the averager skips others.
+
+        :param comm: unused; the averager uses the default process group
+        :param count: number of float32 elements of the model
+        """
         self.model = Vectors(count)
         for part in self.model.parts:
             part.grad = torch.zeros(()).expand_as(part)
@@ -181,20 +209,25 @@ class Periodic:
         self.fill = self.model.fill
 
     def round(self) -> None:
-        """Call the averager once."""
+        """Replace the parameters by their average over all ranks."""
         self.averager.average_parameters(self.model.parameters())
 
     def ends(self) -> tuple[float, float]:
-        """Return the smallest and the largest element."""
+        """Return the smallest and the largest element of this rank's parameters."""
         parts = [part.detach() for part in self.model.parts]
         return min(float(p.min()) for p in parts), max(float(p.max()) for p in parts)
 
 
 class Gradients(Periodic):
-    """Averaging by DDP, whose all-reduce averages gradients: the gradient of ½ Σ x² is x itself."""
+    """Averaging of gradients by DDP; the loss is ½ Σ x², so that the gradient of a rank is x."""
 
     def __init__(self, comm: MPI.Comm, count: int, cap: float = 25.0):
-        """Create the model; ``cap`` is DDP's bucket_cap_mb."""
+        """Create the model, and wrap it into DistributedDataParallel.
+
+        :param comm: unused; DDP uses the default process group
+        :param count: number of float32 elements of the model
+        :param cap: size of DDP's buckets in MiB, its parameter bucket_cap_mb
+        """
         self.model = Vectors(count)
         self.fill = self.model.fill
         self.name = f"torch DDP, bucket_cap_mb {cap:g}"
@@ -203,12 +236,12 @@ class Gradients(Periodic):
         )
 
     def round(self) -> None:
-        """Run forward and backward; afterwards, each gradient is the mean of x over ranks."""
+        """Run forward and backward; the gradient then is the average of x over all ranks."""
         self.ddp.zero_grad(set_to_none=True)
         self.ddp().backward()
 
     def ends(self) -> tuple[float, float]:
-        """Return the smallest and the largest element of the gradient."""
+        """Return the smallest and the largest element of this rank's gradient."""
         grads = [part.grad for part in self.model.parts]
         return min(float(g.min()) for g in grads), max(float(g.max()) for g in grads)
 
@@ -217,15 +250,15 @@ class Gradients(Periodic):
 
 
 class Ddp:
-    """The job's model, trained by torch's DistributedDataParallel and momentum SGD."""
+    """Training of a model by torch's DistributedDataParallel and SGD with momentum 0.9."""
 
     def __init__(self, module: torch.nn.Module, lr: float, batches: Callable, cap: float):
         """Wrap the model into DistributedDataParallel.
 
         :param module: the model
         :param lr: learning rate
-        :param batches: ``batches(index)`` returns this rank's batch
-        :param cap: DDP's bucket_cap_mb
+        :param batches: ``batches(index)[0]`` is this rank's batch in step ``index``
+        :param cap: size of DDP's buckets in MiB, its parameter bucket_cap_mb
         """
         self.name = f"DDP, bucket_cap_mb {cap:g}"
         self.module = module
@@ -240,7 +273,7 @@ class Ddp:
         self.optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
 
     def step(self, index: int) -> None:
-        """Run forward, backward with its averages, and the update."""
+        """Make step number ``index``: forward, backward with averaged gradients, and update."""
         batch = self.batches(index)[0]
         self.optimizer.zero_grad()
         loss_and_correct(self.run(batch.inputs), batch.targets)[0].backward()
@@ -253,5 +286,5 @@ class Ddp:
         """Do nothing, because this contender leaves nothing open after its turn."""
 
     def averaged(self) -> torch.nn.Module:
-        """Return the model, which is equal on all ranks except for its buffers."""
+        """Return the model; its parameters, but not its buffers, are equal on all ranks."""
         return self.module

@@ -1,12 +1,13 @@
-"""Make a large text for language models from Debian's package of the sources of Linux.
+"""Make a text for training language models from the C files of Debian's Linux source package.
 
     python tools/data/make_corpus.py corpus --megabytes 200
     mpigossip data pack --text corpus corpus.h5 --tokenizer bpe --vocabulary 8192
 
 The program needs Debian or a derivative, but not root. It downloads the package by `apt-get
-download` (linux-source-6.1 has about 140 MB), and selects C files from it. The files are taken in
-the order of a checksum of their names: they come from all directories, and a smaller text is part
-of a larger one. The license of Linux is GPL-2.0.
+download` (linux-source-6.1 has about 140 MB), and selects C files until they have the requested
+size. It takes them in the order of a checksum of their names, so that they come from all
+directories, and the files of a smaller text are also part of a larger one. The license of Linux is
+GPL-2.0.
 """
 
 import argparse
@@ -24,16 +25,16 @@ LARGEST = 1 << 18
 """Largest size of a file in bytes. Larger files are skipped, because most of them are generated."""
 
 
-def chosen(sizes: dict[str, int], limit: int) -> list[str]:
-    """Return the names of the selected files, in the order of the checksums of their names.
+def select(sizes: dict[str, int], size: int) -> list[str]:
+    """Select files in the order of the checksums of their names; return the names.
 
     :param sizes: size of each file in bytes, by name
-    :param limit: largest total size in bytes
+    :param size: total size in bytes; the last selected file reaches or exceeds it
     """
     names = []
     total = 0
     for name in sorted(sizes, key=lambda name: (zlib.crc32(name.encode()), name)):
-        if total >= limit:
+        if total >= size:
             break
         names.append(name)
         total += sizes[name]
@@ -41,49 +42,58 @@ def chosen(sizes: dict[str, int], limit: int) -> list[str]:
 
 
 def members(archive: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo, str]]:
-    """Yield the C files in the kernel's tar archive, and their names below its top folder."""
+    """Yield each C file of at most LARGEST bytes in the kernel's tar archive.
+
+    :return: the open archive, the file's entry in it, and its path below the archive's top folder
+    """
     with tarfile.open(archive, "r|*") as tar:
-        for one in tar:
-            name = one.name.partition("/")[2]
+        for entry in tar:
+            name = entry.name.partition("/")[2]
             if (
-                one.isfile()
-                and 0 < one.size <= LARGEST
+                entry.isfile()
+                and 0 < entry.size <= LARGEST
                 and name.endswith(SUFFIXES)
                 and ".." not in name
             ):
-                yield tar, one, name
+                yield tar, entry, name
 
 
-def write(archive: Path, folder: Path, most: int) -> tuple[int, int, int]:
-    """Write the selected files below ``folder``.
+def write(archive: Path, folder: Path, size: int) -> tuple[int, int, int]:
+    """Select files, and write those that are valid UTF-8 below ``folder``.
 
     :param archive: tar archive of the kernel
-    :param folder: a new folder
-    :param most: largest total size in bytes
-    :return: numbers of files, of bytes, and of files that were not UTF-8
+    :param folder: an empty folder
+    :param size: total size of the selected files in bytes, see `select`
+    :return: number of written files, number of written bytes, and number of selected files that
+        were left out because they are not UTF-8
     """
-    wanted = set(chosen({name: one.size for _, one, name in members(archive)}, most))
-    files = total = odd = 0
-    for tar, one, name in members(archive):
+    wanted = set(select({name: entry.size for _, entry, name in members(archive)}, size))
+    files = total = not_utf8 = 0
+    for tar, entry, name in members(archive):
         if name not in wanted:
             continue
-        content = tar.extractfile(one)
+        content = tar.extractfile(entry)
         data = content.read() if content else b""
         try:
             data.decode()
         except UnicodeDecodeError:
-            odd += 1
+            not_utf8 += 1
             continue
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         files = files + 1
         total = total + len(data)
-    return files, total, odd
+    return files, total, not_utf8
 
 
-def fetched(package: str, within: Path) -> Path:
-    """Download the package to a folder; return the kernel's tar archive in it."""
+def download(package: str, within: Path) -> Path:
+    """Download and unpack a Debian package; return the path of the kernel's tar archive.
+
+    :param package: name of the package
+    :param within: folder for the package and its files
+    :raises SystemExit: if the package cannot be downloaded, or contains no such archive
+    """
     try:
         subprocess.run(["apt-get", "download", package], cwd=within, check=True)
         (deb,) = within.glob("*.deb")
@@ -91,14 +101,17 @@ def fetched(package: str, within: Path) -> Path:
         return next((within / "out" / "usr" / "src").glob("linux-source-*.tar.*"))
     except (OSError, ValueError, StopIteration, subprocess.CalledProcessError) as error:
         raise SystemExit(
-            f"--package {package} can't be downloaded ({error}): run `apt-get update` on Debian or "
-            "a derivative, pass the name of a package that `apt-cache search '^linux-source'` "
-            "prints, or pass --archive with a linux-*.tar.xz that you have"
+            f"--package {package} cannot be downloaded or unpacked ({error}): run `apt-get update` "
+            "on Debian or a derivative, pass the name of a package that `apt-cache search "
+            "'^linux-source'` prints, or pass --archive with a file linux-*.tar.xz"
         ) from None
 
 
 def main(words: list[str] | None = None) -> None:
-    """Write the text."""
+    """Write the text, and print its size.
+
+    :param words: words of the command line; None: the words of ``sys.argv``
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="new folder for the text")
     parser.add_argument("--megabytes", type=float, default=200.0, help="size of the text (200)")
@@ -106,19 +119,26 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--archive", type=Path, help="tar archive to use in place of a package")
     options = parser.parse_args(words)
     if options.folder.exists() and any(options.folder.iterdir()):
-        raise SystemExit(f"{options.folder} is not empty: name a new folder")
+        raise SystemExit(f"the folder {options.folder} is not empty: pass a new folder")
     if options.megabytes <= 0:
         raise SystemExit(f"--megabytes {options.megabytes:g}: must be greater than 0")
     if options.archive and not options.archive.is_file():
-        raise SystemExit(f"--archive {options.archive}: there is no such file")
+        raise SystemExit(f"--archive {options.archive}: the file does not exist")
     options.folder.resolve().parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder.resolve().parent) as within:
-        archive = options.archive or fetched(options.package, Path(within))
+        archive = options.archive or download(options.package, Path(within))
         options.folder.mkdir(exist_ok=True)
-        files, total, odd = write(archive, options.folder, round(options.megabytes * 1e6))
-    print(f"{options.folder}: {files} files, {total / 1e6:.1f} MB; {odd} of them were not UTF-8")
+        files, total, not_utf8 = write(archive, options.folder, round(options.megabytes * 1e6))
+    print(
+        f"{options.folder}: {files} files with {total / 1e6:.1f} MB were written; {not_utf8} other "
+        "files were left out because they are not UTF-8"
+    )
     if total < 0.99e6 * options.megabytes:
-        print(f"the package has only {total / 1e6:.1f} MB of C files", file=sys.stderr)
+        print(
+            f"--megabytes {options.megabytes:g}: only {total / 1e6:.1f} MB were written, because "
+            "the package has no more C files that are small enough and UTF-8",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":

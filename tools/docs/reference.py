@@ -70,7 +70,8 @@ VARIABLES = {
 
 
 PUBLIC = dict.fromkeys(mpigossip.__all__, "") | {
-    "optim.world.World": "node_group, node_mesh, agree, barrier, broadcast, gather, abort, close",
+    "cluster.mpi_world.MPIWorld": "node_group, node_mesh, agree, barrier, broadcast, gather, "
+    "abort, close",
     "studies.Study": "best, ties, table, frame, dataset, plot, transient",
     "graphs.base.Graph": "", "graphs.from_matrices": "",
     "algorithms.base.Algorithm": "", "algorithms.base.Step": "",
@@ -80,7 +81,7 @@ PUBLIC = dict.fromkeys(mpigossip.__all__, "") | {
     "evaluation, checkpoint, epoch, warn",
 }  # fmt: skip
 """Names on the page Python, with the members that are shown (empty: all public members)."""
-MADE = ("optim.world", "studies.", "graphs.base.G", "engine.", "training.", "runs.progress")
+MADE = ("cluster.mpi_world", "studies.", "graphs.base.G", "engine.", "training.", "runs.progress")
 """Prefixes of classes whose objects a program receives, but does not create."""
 
 

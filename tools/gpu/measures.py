@@ -148,9 +148,9 @@ def nccl(place: Place):
     """Check all calls of a node's group with NCCL, with a single slot, in both orders of sums."""
     import torch
 
-    from mpigossip.cluster.ranks import SingleProcess
+    from mpigossip.cluster.world import SingleProcess
     from mpigossip.groups.base import Single
-    from mpigossip.groups.torch_group import TorchGroup
+    from mpigossip.groups.nccl_inside_node import TorchGroup
 
     if place.device == "cpu":
         return DEVICE_ONLY, None
@@ -168,7 +168,7 @@ def nccl(place: Place):
 
 def resnet(place: Place, *settings: str, nodes=None):
     """Return an assembled training of ResNet with constant batches, to time the step only."""
-    from mpigossip.cluster.ranks import SingleProcess
+    from mpigossip.cluster.world import SingleProcess
     from mpigossip.training import assemble
 
     batch = place.size(256, 2)
@@ -242,7 +242,7 @@ def scaled(place: Place):
     import torch
 
     import mpigossip
-    from mpigossip.cluster.ranks import SingleProcess
+    from mpigossip.cluster.world import SingleProcess
 
     def trained(wrap):
         torch.manual_seed(1)
@@ -555,9 +555,9 @@ def main(known: dict[str, Callable], name: str, seconds: str, *words: str) -> No
         if (result := work(place, *words)) is not None:
             print_result(result)
         return
-    from mpigossip.cluster.ranks import world
+    from mpigossip.cluster.mpi_world import open_world
 
-    with world() as ranks:
+    with open_world() as ranks:
         print_result(work(place, ranks, *words), ranks)
 
 

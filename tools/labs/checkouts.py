@@ -1,6 +1,6 @@
-"""Run a job in one checkout of the package, and store its result, for compare_checkouts.py.
+"""Run one job in one checkout of the package, and store the result, for compare_checkouts.py.
 
-OLD and NEW are the two checkouts that are compared.
+OLD and NEW are the two checkouts that compare_checkouts.py compares.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ TIMES = re.compile(r".*(_s|seconds?)")
 """Regular expression for names of columns of a log that contain times, which always differ."""
 
 
-class Wrong(Exception):
-    """Error in the arguments of compare_checkouts.py, which the message describes."""
+class ArgumentError(Exception):
+    """Error in the arguments of compare_checkouts.py."""
 
 
 class Job(NamedTuple):
-    """Job that is run in each checkout."""
+    """Row of the table in compare_checkouts.txt: one job, which both checkouts run."""
 
     name: str
     how: str
@@ -53,12 +53,12 @@ class Job(NamedTuple):
     settings: tuple[str, ...]
     """Settings of a training; for "read", the arguments of the command."""
     marks: frozenset[str] = frozenset()
-    """Flags. A job with "forgets" is not resumed; to a job with "whole", no common settings are
-    added."""
+    """Flags: "forgets" (the job is not resumed) and "whole" (the job does not get the common
+    settings)."""
 
     @property
     def ranks(self) -> int:
-        """The number of ranks under the launcher; 0 without a launcher."""
+        """Number of ranks that the launcher starts; 0: the job runs without a launcher."""
         return int(self.of) if self.how == "ranks" else 0
 
 
@@ -72,15 +72,15 @@ class Result:
     """Message of a command that failed."""
     digest: str = ""
     onward: str = ""
-    """Digest at the end of a run that this checkout has resumed from OLD's last checkpoint but
-    one."""
+    """Digest of the run of OLD after this checkout has resumed it from its second last checkpoint;
+    "": the job is not resumed."""
     figures: dict[str, str] = field(default_factory=dict)
     """Hash of each column of the log, by its name."""
     seconds: float = 0.0
 
 
-class Failed(Exception):
-    """Failure of a command, with its exit code and its last line of output."""
+class CommandFailed(Exception):
+    """Error with the exit code and the error message of a command that failed."""
 
     def __init__(self, code: int, message: str):
         super().__init__(code, message)
@@ -89,65 +89,74 @@ class Failed(Exception):
 
 
 class Checkout:
-    """A checkout of the package, which runs commands with its own code."""
+    """A folder with the code of the package, and functions that run commands with this code.
+
+    :raises ArgumentError: if the folder is not a checkout, or Python imports another package
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder.resolve()
         for needed in ("mpigossip/__main__.py", "jobs/digits.toml"):
             if not (self.folder / needed).is_file():
-                raise Wrong(f"{folder}: not a checkout of mpigossip: {needed} is missing")
+                raise ArgumentError(
+                    f"{folder} is not a checkout of mpigossip, because {needed} is missing: pass a "
+                    "folder that contains mpigossip/ and jobs/"
+                )
         words = [sys.executable, "-c", "import mpigossip; print(mpigossip.__file__)"]
-        package = Path(self._ended(words).strip())
+        package = Path(self._run(words).strip())
         if self.folder not in package.parents:
-            raise Wrong(
-                f"PYTHONPATH={folder} imports {package}: another package hides the checkout"
+            raise ArgumentError(
+                f"with PYTHONPATH={folder}, Python imports {package}, and not the checkout: "
+                "uninstall that package"
             )
 
     def commit(self) -> str | None:
         """Return the checked-out commit; None if there are local changes or no repository."""
         words = ["git", "-C", str(self.folder)]
-        with contextlib.suppress(Failed, OSError):
-            top = self._ended([*words, "rev-parse", "--show-toplevel"]).strip()
-            changed = self._ended([*words, "status", "--porcelain", "mpigossip", "jobs"])
+        with contextlib.suppress(CommandFailed, OSError):
+            top = self._run([*words, "rev-parse", "--show-toplevel"]).strip()
+            changed = self._run([*words, "status", "--porcelain", "mpigossip", "jobs"])
             if Path(top).resolve() == self.folder and not changed.strip():
-                return self._ended([*words, "rev-parse", "HEAD"]).strip()
+                return self._run([*words, "rev-parse", "HEAD"]).strip()
         return None
 
     def mpigossip(self, words: Sequence[str], ranks: int = 0) -> str:
-        """Return the output of a command of mpigossip, run under the launcher if ``ranks`` > 0.
+        """Run a command of mpigossip, and return its standard output.
 
-        :raises Failed: if the exit code is not 0, or the command exceeds its time limit
+        :param words: words of the command after "mpigossip"
+        :param ranks: number of ranks that the launcher starts; 0: run without a launcher
+        :raises CommandFailed: if the exit code is not 0, or the command takes longer than LIMIT_S
         """
         sections = self.folder / "mpigossip/config/sections.py"
         if "\n    density: " not in sections.read_text("utf-8"):
             # Older checkouts, such as e84dbb0, name this setting node.kept.
             words = [word.replace("node.density=", "node.kept=") for word in words]
-        return self._ended([sys.executable, "-m", "mpigossip", *words], ranks)
+        return self._run([sys.executable, "-m", "mpigossip", *words], ranks)
 
-    def _ended(self, words: Sequence[str], ranks: int = 0) -> str:
-        made = Launch(ranks, [*words], Path("/"), {"PYTHONPATH": str(self.folder)})
+    def _run(self, words: Sequence[str], ranks: int = 0) -> str:
+        process = Launch(ranks, [*words], Path("/"), {"PYTHONPATH": str(self.folder)})
         try:
-            code = made.process.wait(LIMIT_S)
-            out, err = made.output()
+            code = process.process.wait(LIMIT_S)
+            out, err = process.output()
         except subprocess.TimeoutExpired:
-            raise Failed(1, f"no end within {LIMIT_S} s") from None
+            raise CommandFailed(1, f"the command did not end within {LIMIT_S} s") from None
         finally:
-            made.close()
+            process.close()
         if code:
-            lines = (out + err).strip().splitlines() or ["nothing"]
-            telling = [line for line in lines if re.match(r"mpigossip: |\w*Error\b", line)]
-            raise Failed(code, (telling or lines)[-1])
+            lines = (out + err).strip().splitlines() or ["the command printed nothing"]
+            errors = [line for line in lines if re.match(r"mpigossip: |\w*Error\b", line)]
+            raise CommandFailed(code, (errors or lines)[-1])
         return out
 
 
-def measured(checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str], Path]) -> Result:
+def run_job(checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str], Path]) -> Result:
     """Run a job in a checkout, and return its result.
 
     :param checkout: the checkout
     :param job: the job
-    :param folder: folder for the files
-    :param old_run: function that maps the name of a job to the run directory that OLD has written;
-        it does not exist if OLD has failed
+    :param folder: folder for the files of the job
+    :param old_run: function that returns the path of OLD's run directory for the name of a job. The
+        folder does not exist if OLD has failed
     """
     begin = time.monotonic()
     result = Result(command(job))
@@ -159,9 +168,9 @@ def measured(checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str]
             _train(checkout, job, folder, result)
             result.seconds = round(time.monotonic() - begin, 1)
             _resume(checkout, job, folder, old_run, result)
-    except Failed as failed:
-        result.code = failed.code
-        result.message = failed.message
+    except CommandFailed as error:
+        result.code = error.code
+        result.message = error.message
     except (OSError, KeyError, IndexError) as error:  # The run lacks a file or a key.
         result.code = 1
         result.message = f"{type(error).__name__}: {error}"
@@ -170,7 +179,7 @@ def measured(checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str]
 
 
 def command(job: Job) -> str:
-    """Return the command of a job as a user would type it; RUN stands for the run directory."""
+    """Return the command line of a job for the output, with RUN for the run directory."""
     if job.how == "read":
         return shlex.join(["mpigossip", *job.settings])
     ranks = "" if job.how == "simulate" else f"mpiexec -n {job.of} "
@@ -188,41 +197,45 @@ def _train(checkout: Checkout, job: Job, folder: Path, result: Result) -> None:
     run = folder / "run"
     words = _training(job, folder / "run", checkout.folder / "jobs")
     result.digest = digest(run, checkout.mpigossip(words, job.ranks))
-    result.figures = figures(run / "log.h5")
+    result.figures = hash_columns(run / "log.h5")
 
 
 def _resume(
     checkout: Checkout, job: Job, folder: Path, old_run: Callable[[str], Path], result: Result
 ) -> None:
-    """Resume the run of OLD from its last checkpoint but one, in this checkout.
+    """Resume OLD's run from its second last checkpoint in this checkout, and store the digest.
 
-    :raises Failed: if that fails. Its code is 1, because code 2 would mean that the checkout
-        rejects the job
+    :raises CommandFailed: if the command fails. The code is then 1, because code 2 would mean that
+        the checkout rejects the job
     """
     run = old_run(job.name)
     if not run.is_dir() or "forgets" in job.marks:
         return
-    half = cut(run, folder / "half")
-    way = [] if job.ranks else ["--simulate"]
+    half = copy_without_newest(run, folder / "half")
+    options = [] if job.ranks else ["--simulate"]
     try:
-        result.onward = digest(half, checkout.mpigossip(["resume", str(half), *way], job.ranks))
-    except Failed as failed:
-        raise Failed(1, f"resuming: {failed.message}") from None
+        result.onward = digest(half, checkout.mpigossip(["resume", str(half), *options], job.ranks))
+    except CommandFailed as error:
+        raise CommandFailed(1, f"`resume` failed: {error.message}") from None
 
 
-def cut(run: Path, to: Path) -> Path:
-    """Copy a run without its newest checkpoint, so that it can be resumed from the one before."""
+def copy_without_newest(run: Path, to: Path) -> Path:
+    """Copy a run directory without its newest checkpoint; return the path of the copy.
+
+    The copy is resumed from the checkpoint before the newest one.
+    """
     newest = sorted((run / "checkpoints").iterdir())[-1].name
     shutil.copytree(run, to, ignore=shutil.ignore_patterns(newest))
     return to
 
 
 def digest(run: Path, output: str) -> str:
-    """Return the digest that a run has printed, after a comparison with its checkpoint.
+    """Compare the digest that a run has printed with its newest checkpoint, and return it.
 
     :param run: the run directory
-    :param output: output of the run
-    :raises Failed: if no digest was printed, or if the checkpoint's files have another one
+    :param output: standard output of the run
+    :raises CommandFailed: if the run has printed no digest, or another digest than the SHA-256 of
+        the parameters in the checkpoint
     """
     newest = sorted((run / "checkpoints").iterdir())[-1]
     sha = hashlib.sha256()
@@ -231,13 +244,15 @@ def digest(run: Path, output: str) -> str:
             sha.update(file["parameters"][:].astype("<f4").tobytes())
     printed = re.search(r"^digest\s+([0-9a-f]{64})$", output, re.MULTILINE)
     if printed is None or printed[1] != sha.hexdigest():
-        value = printed[1][:8] if printed else "nothing"
-        raise Failed(1, f"digest printed: {value}, of the files: {sha.hexdigest()[:8]}")
+        value = f"digest {printed[1][:8]}" if printed else "no digest"
+        raise CommandFailed(
+            1, f"the run printed {value}, but its checkpoint has {sha.hexdigest()[:8]}"
+        )
     return printed[1]
 
 
-def figures(log: Path) -> dict[str, str]:
-    """Return a hash of each column of a log, by name, without columns that contain times."""
+def hash_columns(log: Path) -> dict[str, str]:
+    """Return a hash of each column of a log by its name; columns of times are left out."""
     hashes = {}
     with h5py.File(log) as file:
         for group in ("steps", "evaluations"):
@@ -248,39 +263,41 @@ def figures(log: Path) -> dict[str, str]:
 
 
 def _read(checkout: Checkout, job: Job, folder: Path, old_run: Path, result: Result) -> None:
-    """Read OLD's run by a command, and store what has to be equal in both checkouts.
+    """Read OLD's run by a command of this checkout, and store hashes of the file that it writes.
 
-    These are the columns of a CSV file or the tensors of a safetensors file. Any other file only
+    Hashed are the columns of a CSV file and the tensors of a safetensors file. Any other file only
     has to exist and must not be empty.
+
+    :raises CommandFailed: if the command fails, or if the file is missing or empty
     """
     words = [str(old_run) if word == "RUN" else word for word in job.settings]
     name = next((word for word in words if word.startswith("OUT")), None)
     checkout.mpigossip([str(folder / word) if word == name else word for word in words])
     if name is None:
         return
-    made = folder / name
-    if not made.is_file() or not made.stat().st_size:
-        raise Failed(1, f"{made.name} wasn't written")
-    if made.suffix == ".csv":
-        with made.open(newline="") as file:
+    path = folder / name
+    if not path.is_file() or not path.stat().st_size:
+        raise CommandFailed(1, f"the command did not write {path.name}, or wrote an empty file")
+    if path.suffix == ".csv":
+        with path.open(newline="") as file:
             columns = zip(*csv.reader(file), strict=True)
             result.figures = {
                 name: hashlib.sha256("\n".join(values).encode()).hexdigest()[:16]
                 for name, *values in columns
             }
-    elif made.suffix == ".safetensors":
-        tensors = load_file(made)
+    elif path.suffix == ".safetensors":
+        tensors = load_file(path)
         sha = hashlib.sha256()
         for name in sorted(tensors):  # The order of tensors in the file varies.
             sha.update(name.encode() + tensors[name].tobytes())
         result.digest = sha.hexdigest()
 
 
-# -- OLD's results, kept --------------------------------------------------------------------------
+# -- stored results of OLD ------------------------------------------------------------------------
 
 
 class Store:
-    """Folder with the results of a checkout, and with its runs."""
+    """Folder that contains the results and the run directories of the checkout OLD."""
 
     def __init__(self, checkout: Checkout, folder: Path):
         self.checkout = checkout
@@ -289,36 +306,36 @@ class Store:
         """Names of the jobs whose results were already stored."""
 
     def get(self, job: Job) -> Result:
-        """Return the stored result of a job; run the job if there is none.
+        """Return the stored result of a job; if there is none, run the job and store its result.
 
-        Results are stored only if the job has succeeded.
+        The results of failed jobs and of jobs that only read are not stored.
         """
-        place = self.folder / job.name
-        kept = place / "result.json"
-        if kept.exists() and (result := Result(**json.loads(kept.read_text()))).command == command(
+        folder = self.folder / job.name
+        path = folder / "result.json"
+        if path.exists() and (result := Result(**json.loads(path.read_text()))).command == command(
             job
         ):
             self.known.add(job.name)
             return result
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir(parents=True)
-        result = measured(self.checkout, job, place, self.run)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        result = run_job(self.checkout, job, folder, self.run)
         if job.how != "read" and not result.code:
-            shutil.rmtree(place / "half", ignore_errors=True)
-            kept.write_text(json.dumps(asdict(result)))
+            shutil.rmtree(folder / "half", ignore_errors=True)
+            path.write_text(json.dumps(asdict(result)))
         else:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         return result
 
     def run(self, name: str) -> Path:
-        """Return the run directory of a job."""
+        """Return the path of the run directory of the job with this name."""
         return self.folder / name / "run"
 
 
-def surroundings() -> str:
-    """Return a hash of all facts, except for the checkout, on which the bits of results depend.
+def hash_environment() -> str:
+    """Return a hash of the facts, apart from the checkout, on which the bits of results depend.
 
-    These are, for example, versions of packages and the processor.
+    The facts are the processor, the launcher, and the versions of Python and of four packages.
     """
     facts = [platform.machine(), platform.python_version(), launcher()]
     with contextlib.suppress(OSError):

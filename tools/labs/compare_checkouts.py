@@ -9,12 +9,12 @@ covers
 
 * the digest: SHA-256 of the parameters of all nodes, as printed and as in the checkpoint;
 * the columns of the log, except times;
-* the digest that each checkout reaches from OLD's last checkpoint but one.
+* the digest that each checkout reaches if it resumes OLD's run from the second last checkpoint.
 
 Then NEW has to read the files that OLD has written: log, plot, report, checkpoint. A job that OLD
 rejects and NEW trains counts as new, not as different. The exit code is 1 if anything fails or
 differs, and 2 if the arguments are wrong. Jobs and columns of the log that `--may-differ` names are
-expected to differ, and don't count.
+expected to differ, and do not count.
 
 The launcher is MPIGOSSIP_MPIEXEC, or the mpiexec in the folder of this Python or on PATH. With
 `--cache`, the results of OLD are kept and used again, if OLD has no local changes. They are stored
@@ -33,7 +33,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from checkouts import REFUSED, Checkout, Job, Result, Store, Wrong, measured, surroundings
+from checkouts import (
+    REFUSED,
+    ArgumentError,
+    Checkout,
+    Job,
+    Result,
+    Store,
+    hash_environment,
+    run_job,
+)
 
 COMMON = """
 model.name=mlp schedule.warmup_epochs=0 run.steps=24 checkpoint.every_steps=12 run.epochs=30
@@ -68,19 +77,19 @@ def _job(name: str, how: str, of: str, *words: str) -> Job:
     return Job(name, how, of, (*common, *settings), marks)
 
 
-def compared(job: Job, store: Store, new: Checkout, work: Path, meant: Sequence[str]) -> dict:
+def compare_job(job: Job, store: Store, new: Checkout, work: Path, ignored: Sequence[str]) -> dict:
     """Run a job in both checkouts; return a row with the verdict, its reasons, and both results.
 
     :param job: the job
     :param store: results of OLD
     :param new: the checkout NEW
-    :param work: folder for files
-    :param meant: jobs and columns that are expected to differ
+    :param work: temporary folder for the files of NEW
+    :param ignored: names of columns that may differ; other names have no effect here
     """
     before = store.get(job)
-    after = measured(new, job, work / job.name, store.run)
+    after = run_job(new, job, work / job.name, store.run)
     shutil.rmtree(work / job.name)
-    word, reasons = verdict(before, after, meant)
+    word, reasons = verdict(before, after, ignored)
     return {
         "job": job.name,
         "verdict": word,
@@ -90,18 +99,20 @@ def compared(job: Job, store: Store, new: Checkout, work: Path, meant: Sequence[
     }
 
 
-def verdict(old: Result, new: Result, meant: Sequence[str] = ()) -> tuple[str, str]:
+def verdict(old: Result, new: Result, ignored: Sequence[str] = ()) -> tuple[str, str]:
     """Return the verdict ("equal", "new", "differs" or "failed") and its reasons.
 
-    :param meant: columns of the log that may differ
+    :param old: result of a job in OLD
+    :param new: result of the same job in NEW
+    :param ignored: columns of the log that may differ
     """
     if old.code == REFUSED and not new.code:
-        return "new", "OLD refuses it"
-    failed = [f"{who}: {r.message}" for who, r in (("OLD", old), ("NEW", new)) if r.code]
+        return "new", "OLD rejects the job"
+    failed = [f"{name}: {r.message}" for name, r in (("OLD", old), ("NEW", new)) if r.code]
     if failed:
         return "failed", "; ".join(failed)
     differences = ["parameters"] if old.digest != new.digest else []
-    both = [c for c in old.figures if c in new.figures and c not in meant]
+    both = [c for c in old.figures if c in new.figures and c not in ignored]
     columns = [c for c in both if new.figures[c] != old.figures[c]]
     differences += [f"log: {', '.join(columns)}"] if columns else []
     # If OLD did not resume exactly, NEW may be better than OLD, and reach the digest of the run.
@@ -112,14 +123,14 @@ def verdict(old: Result, new: Result, meant: Sequence[str] = ()) -> tuple[str, s
     return "equal", "OLD resumes inexactly" if old.onward not in (old.digest, "") else ""
 
 
-def gone(rows: Sequence[dict]) -> list[str]:
+def removed_columns(rows: Sequence[dict]) -> list[str]:
     """Return the names of log columns that only OLD writes; they do not count as a difference."""
     pairs = [(row["old"]["figures"], row["new"]["figures"]) for row in rows]
     return sorted({name for old, new in pairs if new for name in old.keys() - new.keys()})
 
 
-def line(job: Job, row: dict) -> str:
-    """Return a row as text to print."""
+def format_row(job: Job, row: dict) -> str:
+    """Format the result of `compare_job` as a line of the table."""
     old = row["old"]
     new = row["new"]
     shown = (old["digest"], new["digest"], new["onward"])
@@ -129,25 +140,29 @@ def line(job: Job, row: dict) -> str:
     return f"{job.name:18} {f'{job.how} {job.of}':15} {digests} {seconds}  {outcome}"
 
 
-def chosen(only: Sequence[str]) -> list[Job]:
-    """Return the jobs with these names, or all jobs if there are no names."""
+def select_jobs(only: Sequence[str]) -> list[Job]:
+    """Return the jobs with these names, or all jobs if there are no names.
+
+    :raises ArgumentError: if the table does not contain one of the names
+    """
     jobs = table()
     for name in only:
         if name not in jobs:
             near = difflib.get_close_matches(name, jobs, n=1)
-            raise Wrong(
-                f'no job "{name}"; {f"did you mean {near[0]}?" if near else f"see {TABLE.name}"}'
-            )
+            remedy = f"did you mean {near[0]}?" if near else f"pass a name from {TABLE.name}"
+            raise ArgumentError(f'there is no job "{name}": {remedy}')
     return [job for name, job in jobs.items() if name in only or not only]
 
 
 def main() -> int:
-    """Compare, print the table, and return the exit code."""
+    """Compare both checkouts, print the table, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("old", type=Path, metavar="OLD")
     parser.add_argument("new", type=Path, metavar="NEW")
-    parser.add_argument("--only", nargs="+", default=[], metavar="JOB", help="jobs of the table")
-    parser.add_argument("--may-differ", nargs="+", default=[], metavar="NAME", help="not an error")
+    parser.add_argument("--only", nargs="+", default=[], metavar="JOB", help="run only these jobs")
+    parser.add_argument(
+        "--may-differ", nargs="+", default=[], metavar="NAME", help="jobs and columns to ignore"
+    )
     parser.add_argument("--cache", type=Path, help="folder for results of OLD")
     parser.add_argument("--at-once", type=int, default=1, metavar="K", help="jobs at the same time")
     parser.add_argument("--json", action="store_true", help="print rows as JSON, not as a table")
@@ -155,23 +170,34 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="checkouts-") as work:
             return compare(options, Path(work))
-    except Wrong as error:
+    except ArgumentError as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         return 2
 
 
 def compare(options: argparse.Namespace, work: Path) -> int:
-    """Compare all chosen jobs, and return the exit code."""
+    """Compare the selected jobs, print a line for each, and return the exit code.
+
+    :param options: options of the command line
+    :param work: temporary folder
+    :raises ArgumentError: if an option names an unknown job, or a folder is not a checkout
+    """
     begin = time.monotonic()
-    jobs = chosen(options.only)
-    chosen([name for name in options.may_differ if not name.startswith(COLUMNS)])
+    jobs = select_jobs(options.only)
+    select_jobs([name for name in options.may_differ if not name.startswith(COLUMNS)])
     old = Checkout(options.old)
     new = Checkout(options.new)
     commit = old.commit() if options.cache else None
     if options.cache and commit is None:
-        print(f"{options.old} has no commit or local changes: nothing cached", file=sys.stderr)
-    kept = options.cache.resolve() / f"{commit[:12]}-{surroundings()}" if commit else work / "old"
-    store = Store(old, kept)
+        print(
+            f"--cache is ignored, because {options.old} has local changes or is not in a Git "
+            "repository: commit the changes",
+            file=sys.stderr,
+        )
+    stored = work / "old"
+    if commit:
+        stored = options.cache.resolve() / f"{commit[:12]}-{hash_environment()}"
+    store = Store(old, stored)
     rows = []
     say: Callable = (lambda text: None) if options.json else lambda text: print(text, flush=True)
     say(f"{'job':18} {'':15} {'OLD':8} {'NEW':8} {'resumed':8} {'OLD s':>6} {'NEW s':>6}")
@@ -179,25 +205,25 @@ def compare(options: argparse.Namespace, work: Path) -> int:
         store.get(table()[name])
     with ThreadPoolExecutor(options.at_once) as pool:
         results = pool.map(
-            lambda job: compared(job, store, new, work / "new", options.may_differ), jobs
+            lambda job: compare_job(job, store, new, work / "new", options.may_differ), jobs
         )
         for job, row in zip(jobs, results, strict=True):
             rows.append(row)
-            say(line(job, row))
+            say(format_row(job, row))
     bad = [row for row in rows if row["verdict"] in ("differs", "failed")]
-    meant = [r for r in bad if r["verdict"] == "differs" and r["job"] in options.may_differ]
-    if lost := gone(rows):
-        say(f"columns of OLD's logs that NEW's lack: {', '.join(lost)}")
+    expected = [r for r in bad if r["verdict"] == "differs" and r["job"] in options.may_differ]
+    if removed := removed_columns(rows):
+        say(f"columns that only OLD's logs contain: {', '.join(removed)}")
     for row in bad:
         say(f"\n{row['job']} {row['verdict']}:\n  {row['new']['command']}")
     say(
-        f"\n{len(rows)} jobs, {len(bad)} differ or fail, {len(meant)} of them may; "
-        f"{time.monotonic() - begin:.0f} s, "
-        f"{len(store.known)} of OLD's results from the cache"
+        f"\n{len(rows)} jobs, {len(bad)} differ or fail, {len(expected)} of them are expected to "
+        f"differ; {time.monotonic() - begin:.0f} s, "
+        f"{len(store.known)} of OLD's results were read from the cache"
     )
     if options.json:
         print(json.dumps(rows, indent=1))
-    return int(len(bad) > len(meant))
+    return int(len(bad) > len(expected))
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ RANKS_S = 40.0
 """Seconds after which a command with ranks counts as hanging."""
 CRASH = re.compile("crash -(4|6|7|8|11)")
 """Regular expression for exits by a signal that the processor or abort() has sent."""
-LATE = ("analysis.report", "runs.launch", "runs.model_export", "store.log_export")
+LATE = ("analysis.report", "runs.start_and_resume", "runs.model_export", "store.log_export")
 """Modules that are imported before the first fork, so that forked processes need not do so."""
 JOB = [
     "jobs/digits.toml",

@@ -105,7 +105,7 @@ FURTHER = (
 LATE = (
     "analysis.dryrun",
     "analysis.report",
-    "runs.launch",
+    "runs.start_and_resume",
     "runs.members.join",
     "runs.members.replay",
     "mixing.asynchronous",

@@ -50,6 +50,7 @@ import numpy as np  # noqa: E402
 
 from mpigossip.store import StoreError, checkpoint  # noqa: E402
 from mpigossip.store.log import read  # noqa: E402
+from mpigossip.training.assemble import COMPILER_LOCK_S  # noqa: E402
 from tests import launch, survivors  # noqa: E402
 
 LIMIT_S = 60.0  # Seconds without new output after which a run counts as hanging.
@@ -305,6 +306,8 @@ def interrupted(
             with contextlib.suppress(ProcessLookupError, IndexError):
                 os.kill(run.ranks()[chosen], getattr(signal, f"SIG{name}"))
         limit_s = (2 * max(STARTS_S, 10) + 30) * launch.patience()
+        # Other ranks may wait for a lock of the compiler's cache that a stopped rank holds.
+        limit_s += COMPILER_LOCK_S * (phase == "compile")
         while run.process.poll() is None:
             if time.monotonic() > began + limit_s:
                 stuck(f"no end within {limit_s:g} s", run)

@@ -3,11 +3,11 @@
     python tools/labs/link_races.py FOLDER             # on two hosts at once, on one new folder
     python tools/labs/link_races.py FOLDER --shared    # the same, as two users
 
-The processes compete for 200 names: for each name, all processes try to link a file to it at the
-same moment. One process listens on a TCP port, and sends the others a message when they have to
-start. Exactly one process has to succeed for each name, and all processes have to read the same
-content. The exit code is 0 if the file system is good, 1 if it is broken, and 2 if there is no
-verdict, for example because one process was always first.
+The processes compete for 200 names: for each name, all processes try to link a file of their own to
+it at the same moment. One process listens on a TCP port, and sends the others a message when they
+have to start. Exactly one process has to succeed for each name, and all processes have to read the
+same content. The exit code is 0 if link(2) is atomic, 1 if it is not, and 2 if the test can't tell,
+for example because one process was always first.
 """
 
 import argparse
@@ -36,20 +36,25 @@ TEXTS = {GOOD: "good", BROKEN: "BROKEN: members must not use this folder", UNKNO
 
 
 class Report(NamedTuple):
-    """Results of one process: its user, the names that it has linked, and each name's content."""
+    """Results of one process."""
 
     name: str
+    """Name of the process, which is the content of each file that it links."""
     user: int
+    """Number of the user who runs it."""
     won: list[int]
+    """Numbers of the names for which its call of link(2) succeeded."""
     seen: list[str]
+    """Content that it has read under each name."""
     errors: list[str]
+    """Errors of link(2), except for existing names, and of reading."""
 
 
 def judge(reports: list[Report], shared: bool = False) -> tuple[int, str]:
-    """Return an exit code, and a text that explains it.
+    """Judge the results of all processes; return an exit code and the reason for it.
 
     :param reports: results of all processes
-    :param shared: whether the processes have to belong to two users
+    :param shared: whether at least two users must have started the processes
     """
     if errors := [error for one in reports for error in one.errors]:
         return BROKEN, errors[0]
@@ -58,7 +63,7 @@ def judge(reports: list[Report], shared: bool = False) -> tuple[int, str]:
     seen = reports[0].seen
     for one in reports:
         if wrong := [k for k in one.won if seen[k] != one.name]:
-            return BROKEN, f"{len(wrong)} names that {one.name} linked belong to others"
+            return BROKEN, f"{len(wrong)} names that {one.name} linked have other contents"
     counts = Counter(seen)
     if unknown := counts.keys() - {one.name for one in reports}:
         return BROKEN, f"a name has the content {min(unknown)!r}, which no process wrote"
@@ -68,12 +73,20 @@ def judge(reports: list[Report], shared: bool = False) -> tuple[int, str]:
             f"the processes did not compete ({won} names): start them again on idle hosts"
         )
     if shared and len({one.user for one in reports}) < 2:
-        return UNKNOWN, "all processes have one user: with --shared start one as another user"
+        return UNKNOWN, "one user started all processes: with --shared, start one as another user"
     return GOOD, f"{len(reports)} processes won {won} names, and all read the same"
 
 
 class Peers:
-    """Connections between the processes: the first one accepts the connections of all others."""
+    """Connections between the processes: one process is connected to each of the others.
+
+    This first process is the one whose name sorts first.
+
+    :param root: folder of the test
+    :param me: name of this process
+    :param count: number of processes
+    :raises TimeoutError: if fewer processes have started within WAIT_S seconds
+    """
 
     def __init__(self, root: Path, me: str, count: int):
         self.end = time.monotonic() + WAIT_S
@@ -96,7 +109,8 @@ class Peers:
         while len(names := sorted(path.name for path in folder.glob("[!.]*"))) < count:
             if time.monotonic() > self.end:
                 raise TimeoutError(
-                    "no other process has connected: start one on another host, on the same folder"
+                    f"only {len(names)} of {count} processes (--processes) have started within "
+                    f"{WAIT_S:g} s: start the others on other hosts, with the same folder"
                 )
             time.sleep(0.05)
         return names[:count]
@@ -109,17 +123,17 @@ class Peers:
                 return stream
 
     def send(self, value) -> None:
-        """Send a value: the first process sends to all others, the others send to the first."""
+        """Send a JSON value to each process to which this one is connected."""
         for stream in self.streams:
             stream.write(json.dumps(value) + "\n")
             stream.flush()
 
     def receive(self) -> list:
-        """Receive one value from each process to which this one is connected."""
+        """Receive one JSON value from each process to which this one is connected."""
         return [json.loads(stream.readline()) for stream in self.streams]
 
     def start(self) -> None:
-        """Wait for all processes; return in all of them at nearly the same time."""
+        """Wait until all processes call this function; return in all at nearly the same time."""
         if self.first:
             self.receive()
             self.send("go")
@@ -129,14 +143,14 @@ class Peers:
 
 
 def stream_of(connection: socket.socket):
-    """Return a text stream of a connection, which sends each line at once."""
+    """Return a text stream of a connection that sends each line without delay."""
     connection.settimeout(WAIT_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection.makefile("rw")
 
 
 def publish(path: Path, text: str) -> None:
-    """Write a file that all users can read, and give it its name when it is complete."""
+    """Write a file that all users can read; it gets its name ``path`` when it is complete."""
     temporary = path.with_name(f".{path.name}")
     write(temporary, text)
     temporary.rename(path)
@@ -151,16 +165,21 @@ def write(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def make(folder: Path, like: Path) -> None:
-    """Make a folder with the permissions of another one."""
+def make_folder(folder: Path, like: Path) -> None:
+    """Make a folder with the permissions of the folder ``like``, unless it exists."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir()
         folder.chmod(like.stat().st_mode & 0o7777)
 
 
 def race(root: Path, me: str, peers: Peers) -> Report:
-    """Compete for all names with the other processes, then read them all; return the results."""
-    make(root / "own" / me, root)
+    """Compete for all names with the other processes, then read all names; return the results.
+
+    :param root: folder of the test
+    :param me: name of this process
+    :param peers: connections to the other processes
+    """
+    make_folder(root / "own" / me, root)
     for k in range(NAMES):  # Each name needs a separate file: some file systems limit links.
         write(root / "own" / me / f"{k:04d}", me)
     won = []
@@ -193,7 +212,7 @@ def race(root: Path, me: str, peers: Peers) -> Report:
 
 
 def main() -> int:
-    """Compete for the names, compare the results, and return the exit code."""
+    """Compete for the names, print the verdict, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--processes", type=int, default=2, help="number of processes (default: 2)")
@@ -203,9 +222,9 @@ def main() -> int:
     me = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
     root.mkdir(parents=True, exist_ok=True)
     for folder in ("race", "here", "own"):
-        make(root / folder, root)
+        make_folder(root / folder, root)
     if any((root / "race").iterdir()):
-        print(f"{root} was used before: name a new folder")
+        print(f"the folder {root} was used before: pass a new folder")
         return UNKNOWN
     try:
         peers = Peers(root, me, options.processes)

@@ -5,8 +5,9 @@
 Four members train `digits` in a folder, under the virtual clock of `members_loss.py`. One of them
 trains with shuffled labels: the task of the job looks up the place whose round is trained, so that
 a replay shuffles the same labels. For each seed, the program forks the training without a change,
-which must give its digest, and prints the final losses without each place. It fails if another
-place than the wrong one is blamed first.
+whose digest must equal the digest of the training. It then prints the final loss of forks that lack
+one place each. The place without which the loss is lowest is blamed; the exit code is 1 if this is
+not the place with the shuffled labels.
 """
 
 import argparse
@@ -20,7 +21,7 @@ LABS = Path(__file__).resolve().parent
 sys.path[:0] = [str(LABS), str(LABS.parents[1])]
 import members_loss  # noqa: E402
 
-from mpigossip.cluster.ranks import SingleProcess  # noqa: E402
+from mpigossip.cluster.world import SingleProcess  # noqa: E402
 from mpigossip.members.records import RecordStore  # noqa: E402
 from mpigossip.runs.members import fork  # noqa: E402
 from mpigossip.runs.members.member import Member  # noqa: E402
@@ -28,19 +29,19 @@ from mpigossip.training.task import Classification  # noqa: E402
 
 MEMBERS = 4
 current: dict[str, int | None] = {"place": None}
-"""Number of the place whose round is trained; None during evaluations. Members take turns, but a
-step may compute in several threads."""
+"""Number of the place whose round is trained, under the key "place"; None during evaluations. It is
+global because a step may compute in several threads; members train one at a time."""
 
 
 class Poisoned(Classification):
-    """Task whose labels are shuffled in the rounds of one place."""
+    """Classification in which one place trains each sample with the label of another sample."""
 
     def __init__(self, place: int):
-        """Shuffle the labels of the place number ``place``."""
+        """Set the number of the place whose labels are wrong."""
         self.place = place
 
     def loss(self, model, batch):
-        """Return the loss, in a round of that place with the labels of other samples."""
+        """Return loss and metrics of a batch; the labels are wrong if ``place`` trains it."""
         inputs, targets = batch
         if current["place"] == self.place:
             targets = targets.roll(1, 0)
@@ -48,27 +49,27 @@ class Poisoned(Classification):
 
 
 def poisoned(*, place: int = 0) -> Poisoned:
-    """Return the task of the job.
+    """Build the task of the job.
 
-    :param place: number of the place whose labels are shuffled, the setting `task.place`
+    :param place: number of the place whose labels are wrong, the setting `task.place`
     """
     return Poisoned(place)
 
 
-class Keyed(Member):
-    """Member that sets the place in ``current`` when it gets a chunk."""
+class PlaceMember(Member):
+    """Member that stores its place in ``current`` when it gets a chunk."""
 
     def train(self, exchange, after=lambda record, chunk: None) -> None:
-        """Train like `Member`, for a member in a folder and in a replay."""
+        """Train as `Member.train` does; the exchange may be a training or a replay."""
         chunk = exchange.chunk
 
-        def keyed_chunk():
+        def chunk_with_place():
             work = chunk()
             place = exchange.place
             current["place"] = place if isinstance(place, int) else place.number
             return work
 
-        exchange.chunk = keyed_chunk
+        exchange.chunk = chunk_with_place
         try:
             super().train(exchange, after)
         finally:
@@ -77,9 +78,11 @@ class Keyed(Member):
 
 
 def measure(seed: int, options) -> tuple[int, float, dict[int, float]]:
-    """Train with one seed; return what is to be printed.
+    """Train with one seed, fork the training, and compute the loss without each place.
 
-    :return: the place with shuffled labels, the final loss, and the final loss without each place
+    :param seed: seed of the training; it determines the place whose labels are wrong
+    :param options: options of the command line
+    :return: the place with wrong labels, the final loss, and the final losses without each place
     :raises ReplayMismatch: if a fork without a change has another digest than the training
     """
     wrong = seed % MEMBERS
@@ -87,7 +90,7 @@ def measure(seed: int, options) -> tuple[int, float, dict[int, float]]:
     lab_options = argparse.Namespace(
         steps=options.steps, delay=0.2, slow=1.0, newcomers=0, unrepeated=True, settings=settings
     )
-    members_loss.Member = fork.Member = Keyed
+    members_loss.Member = fork.Member = PlaceMember
     with tempfile.TemporaryDirectory() as temporary, redirect_stderr(io.StringIO()):
         folder = Path(temporary) / "run"
         job = members_loss.job_of(seed, MEMBERS * options.steps, lab_options)
@@ -103,7 +106,7 @@ def measure(seed: int, options) -> tuple[int, float, dict[int, float]]:
 
 
 def main() -> int:
-    """Print a line for each seed; return 1 if another place is blamed first."""
+    """Print a line for each seed; return 1 if another place is blamed for any seed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=200, help="steps of each member")
@@ -116,10 +119,11 @@ def main() -> int:
         right += first == wrong
         texts = ", ".join(f"{place}: {value:.4f}" for place, value in losses.items())
         print(
-            f"seed {seed}: shuffled {wrong}, blamed {first}; loss {loss:.4f}, without {texts}",
+            f"seed {seed}: place {wrong} has wrong labels, place {first} is blamed; loss "
+            f"{loss:.4f}, loss without each place {texts}",
             flush=True,
         )
-    print(f"{right} of {options.seeds} seeds are right")
+    print(f"the right place was blamed for {right} of {options.seeds} seeds")
     return int(right < options.seeds)
 
 

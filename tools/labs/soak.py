@@ -2,10 +2,11 @@
 
     mpirun -n 2 python tools/labs/soak.py [--rounds 10000] [--worlds 50]
 
-For each mixer of CPUs, each rank notes its resident memory, its open files and its threads after a
-tenth of the rounds and after all of them. Then all ranks open and close a world with a `Gossip` and
-an `Averager` again and again. Communicators can't be counted, but MPICH has about 2,000 of them: if
-each world left its own ones, ``--worlds 300`` would end with an error.
+Each rank opens and closes worlds, each with a `Gossip` and an `Averager`. Then all ranks exchange
+with each mixer for CPUs. The resident memory, the open files and the threads of each rank are
+measured after a tenth of the worlds or rounds, and at the end. Communicators cannot be counted, but
+MPICH has only about 2,000 of them: if worlds did not free them, ``--worlds 300`` would end with an
+error.
 
 The exit code is 1 if the number of open files or threads of any rank has grown, or its memory by
 more than GROWTH_MB.
@@ -39,7 +40,7 @@ MIXERS = {
 
 
 class Resources(NamedTuple):
-    """Resources of this process."""
+    """Resources that a process uses."""
 
     memory_mb: float
     """Resident memory in MB."""
@@ -50,7 +51,7 @@ class Resources(NamedTuple):
 
 
 def resources() -> Resources:
-    """Return the resources that this process uses now."""
+    """Return the resources that this process uses at this moment."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return Resources(
         pages * 4096 / 1e6, len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
@@ -58,12 +59,14 @@ def resources() -> Resources:
 
 
 def growth(world: Any, what: str, before: Resources, after: Resources) -> bool:
-    """Print the largest growth of any rank on rank 0; return whether something has grown.
+    """Print the largest growth over all ranks on rank 0.
 
     :param world: the world; all ranks call this function
-    :param what: what was repeated between the two measurements
+    :param what: text about the repeated work between the two measurements
     :param before: resources of this rank at the first measurement
     :param after: resources of this rank at the second measurement
+    :return: whether files or threads have grown, or memory by more than GROWTH_MB; equal on all
+        ranks
     """
     gathered = world.gather([end - begin for begin, end in zip(before, after, strict=True)])
     grown = False
@@ -80,12 +83,13 @@ def growth(world: Any, what: str, before: Resources, after: Resources) -> bool:
 
 
 def repeat_rounds(world: Any, name: str, options: dict[str, str], rounds: int) -> bool:
-    """Exchange with one mixer; return whether something has grown in the last nine tenths.
+    """Exchange with one mixer, and compare the resources after a tenth and after all rounds.
 
     :param world: the world; all ranks call this function
     :param name: description of the mixer
     :param options: options of `open_mixer`
     :param rounds: number of rounds
+    :return: result of `growth`
     """
     mixer = open_mixer(
         graph("one-peer-exponential", world.size), MessageLayout((COUNT,)), world, **options
@@ -110,7 +114,7 @@ def repeat_rounds(world: Any, name: str, options: dict[str, str], rounds: int) -
 
 
 def use_world() -> Any:
-    """Open a world, train two steps and average an array; return the closed world."""
+    """Open a world, train two steps, average an array, and close the world; return it."""
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)
     with mpigossip.world() as world:
@@ -127,9 +131,10 @@ def use_world() -> Any:
 
 
 def repeat_worlds(count: int) -> Callable[[Any], bool]:
-    """Open and close worlds; return a function that reports what the last nine tenths have left.
+    """Open and close worlds, and measure the resources after a tenth and after all of them.
 
     :param count: number of worlds
+    :return: function that passes the two measurements to `growth`, because this needs an open world
     """
     before = resources()
     begin = time.monotonic()
@@ -143,7 +148,7 @@ def repeat_worlds(count: int) -> Callable[[Any], bool]:
 
 
 def main() -> int:
-    """Measure the mixers and the worlds; return the exit code."""
+    """Measure the worlds and then the mixers; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

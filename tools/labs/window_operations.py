@@ -1,17 +1,19 @@
-"""Move random parts of arrays along a graph by `mpigossip.Window`: no value may be lost or doubled.
+"""Test that `mpigossip.Window` neither loses nor duplicates values between ranks.
 
     mpirun -n 4 python tools/labs/window_operations.py --graph ring --dtype int64 --count 10000
 
-Each rank makes ``--count`` random calls of `accumulate`, `update` and `flush` at its own speed.
-After the last one, three things must hold:
+Each rank makes ``--count`` random calls of `accumulate`, `update` and `flush` at its own speed. The
+calls move parts of the ranks' arrays along the edges of the graph. After the last call,
+three conditions must hold:
 
-* the sum of all arrays is the sum at the start: exactly for integers, to 1e-9 for floating-point
-  arrays, whose push-sum weights add up to the number of ranks;
-* each rank has received from each neighbour as many values as this neighbour has sent;
-* no array was read while half of it was written. All elements of an array are equal at all times,
-  so that a torn value has different ones.
+* The sum of all arrays is the sum at the start: exactly for integers, and to 1e-9 for arrays of
+  floating-point numbers. The push-sum weights of the latter add up to the number of ranks.
+* The number of messages that a rank has sent to a neighbour equals the number that the neighbour
+  has received from it.
+* No array was read while it was written. All elements of an array are equal at all times, so
+  different elements would prove such a read.
 
-The exit code is 1 if one of them does not hold.
+The exit code is 1 if a condition does not hold.
 """
 
 import argparse

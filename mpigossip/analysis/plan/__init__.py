@@ -30,7 +30,7 @@ NEAR = 1.05
 
 @dataclass(frozen=True)
 class Choice:
-    """Graph, cadence and wire that replace those of a job.
+    """Graph, cadence and wire, which replace the settings of a job.
 
     The graph may be `ALL_REDUCE`, which stands for parallel SGD by all-reduce.
     """
@@ -40,9 +40,10 @@ class Choice:
     wire: str = "fp32"
 
     def job(self, job: Job) -> Job:
-        """Return the job with this choice.
+        """Return ``job`` with the graph, the cadence and the wire of this choice.
 
-        The job's options of the graph and the cadence are kept if their names stay the same.
+        If the name of the graph or of the cadence stays the same, the options that the job gives it
+        are kept.
         """
         if self.graph == ALL_REDUCE:
             return parallel(job)
@@ -107,17 +108,17 @@ class Prediction:
     def as_json(self) -> dict[str, Any]:
         """Return the values as a dict for JSON.
 
-        The transient iterations are infinite if nothing is averaged, and then become null.
+        If nothing is averaged, the number of transient iterations is infinite; JSON gets null.
         """
         return asdict(self) | {"transient": self.transient if isfinite(self.transient) else None}
 
 
 def choices(job: Job, everything: bool = False) -> list[Choice]:
-    """Return the choices to predict: all-reduce first, then the job's own and others.
+    """Return the choices to predict: all-reduce first, then the job's choice, then others.
 
     :param job: the job
-    :param everything: whether to return all combinations of graphs, cadences and wires; otherwise,
-        only one of the three differs from the job's
+    :param everything: whether to return all combinations of graphs, cadences and wires. If false,
+        at most one of the three differs from the job
     """
     own_choice = Choice(job.graph.name, job.cadence.name, job.node.wire)
     if always_global(job):
@@ -152,7 +153,8 @@ def predict(
     :param epochs: number of epochs
     :param period: mean period of an adaptive cadence; None: by its formula
     :param per_tensor: count one global average per tensor, except for DistributedDataParallel
-    :returns: the row; None if the graph doesn't exist for n, or the parts don't fit together
+    :returns: the row; None if the graph doesn't exist for n nodes, or if graph, cadence and wire
+        are incompatible with the job's algorithm
     """
     job = choice.job(what.job)
     try:
@@ -187,9 +189,9 @@ _CODED: dict[tuple[str, int], tuple[float, float]] = {}
 
 
 def _coding(machine: Machine, prediction: Exchanges) -> Machine:
-    """Return the machine with the rates of encoding and decoding, for a lossy wire.
+    """Return the machine, with the rates of encoding and decoding if the wire is lossy.
 
-    If they were not given, they are measured once for each wire and length of a message.
+    If these rates were not given, they are measured once for each wire and length of a message.
     """
     layout = prediction.parts.layout
     if layout.wire.exact or machine.encode_rate:
@@ -202,9 +204,9 @@ def _coding(machine: Machine, prediction: Exchanges) -> Machine:
 
 
 def coded(machine: Machine, what: Subject) -> Machine:
-    """Return the machine with the rates of encoding of the job's wire, to save it to a file.
+    """Return the machine to save in a file, with the rates of encoding the job's wire.
 
-    If the job's wire is exact, the rates are those of the wire "qsgd".
+    If the job's wire is exact, use the rates of the wire "qsgd".
     """
     wire = "qsgd" if what.job.node.wire == "fp32" else what.job.node.wire
     # The graph "complete" exists for any number of nodes.
@@ -213,7 +215,7 @@ def coded(machine: Machine, what: Subject) -> Machine:
 
 
 def _transient(prediction: Exchanges, alike: bool) -> float:
-    """Return the theoretical transient iterations, for equal or different data on the nodes."""
+    """Return the theoretical number of transient iterations, for equal or different local data."""
     counted = prediction.counted
     gossip = sum(count for (kind, _), count in counted.items() if kind is ExchangeKind.GOSSIP)
     global_rounds = sum(

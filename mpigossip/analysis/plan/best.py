@@ -63,7 +63,7 @@ class Proposal:
 
 
 def _ways(job: Job, n: int) -> Iterator[Proposal]:
-    """Yield all proposals, in the order of their risk; their ``settings`` still lack the graph."""
+    """Yield all proposals by ascending risk; the caller adds the graph to their ``settings``."""
     always = ("cadence.name=always", "node.wire=fp32")
     yield Proposal("all-reduce (DDP)", 0, ALL_REDUCE, ("algorithm.name=parallel", *always))
     method = job.algorithm.name
@@ -92,7 +92,7 @@ def _ways(job: Job, n: int) -> Iterator[Proposal]:
 
 
 def _kept(job: Job, settings: Sequence[str], proposal: Proposal) -> tuple[str, ...]:
-    """Return the settings of the job without options that the proposed algorithm does not have.
+    """Return the settings of the job, except options that the proposed algorithm does not have.
 
     :param job: the job
     :param settings: settings of the job, as on the command line
@@ -107,7 +107,7 @@ def _kept(job: Job, settings: Sequence[str], proposal: Proposal) -> tuple[str, .
 def proposals(
     path: Path, settings: Sequence[str], what: Subject, machine: Machine, n: int, epochs: float = 1
 ) -> tuple[list[Proposal], dict[str, str]]:
-    """Return the proposals that fit a job, and those that do not, with the reason.
+    """Return the proposals that fit a job, and for each other proposal the reason why it does not.
 
     :param path: job file, which the settings of a proposal may follow on the command line
     :param settings: settings of the job
@@ -155,10 +155,11 @@ def proposals(
 
 
 def best(proposals: Sequence[Proposal], accept: Accept) -> Proposal | None:
-    """Return the proposal with the lowest risk among those that count as fast as the fastest.
+    """Return the proposal with the lowest risk among those that are about as fast as the fastest.
 
-    Only proposals whose measured cost in quality is acceptable are considered. If several have the
-    same risk, the result is the one that sends the fewest bytes.
+    A proposal is about as fast if its step takes at most `WITHIN` times as long. Only proposals
+    whose measured cost in quality is acceptable are considered. If several proposals have the same
+    risk, the result is the proposal that sends the fewest bytes.
 
     :param proposals: proposals with their predictions
     :param accept: largest acceptable cost
@@ -183,7 +184,7 @@ def text(
     n: int,
     accept: Accept,
 ) -> str:
-    """Return a table, fastest first, the conclusion, and the command to paste.
+    """Return a table of proposals, fastest first, with the conclusion and the command to run.
 
     :param job: job file
     :param proposals: proposals

@@ -21,7 +21,7 @@ RECORD = 600
 
 @dataclass(frozen=True)
 class Advice:
-    """Prediction for a training by a number of members at the same time: bytes, seconds, files."""
+    """Prediction for a training with a number of concurrent members: bytes, seconds, files."""
 
     members: int
     model: int
@@ -46,7 +46,7 @@ class Advice:
 
     @property
     def share(self) -> float:
-        """Fraction of a round that reading takes with the job's H.
+        """Fraction of the time of a round that reading a model takes, with the job's H.
 
         Writing does not count, because it overlaps with training.
         """
@@ -54,14 +54,14 @@ class Advice:
 
     @property
     def min_period(self) -> int:
-        """Smallest H with which reading takes at most `SHARE` of the time."""
+        """Smallest H with which reading a model takes at most the fraction `SHARE` of a round."""
         return max(1, ceil((1 / SHARE - 1) * self.read_s / self.step_s))
 
     @property
     def lease_s(self) -> float:
         """Shortest sensible lease in seconds: five rounds with the job's H.
 
-        If `min_period` is larger than the job's H, it is used instead.
+        If `min_period` is larger than the job's H, the rounds are counted with `min_period` steps.
         """
         return 5 * (max(self.period, self.min_period) * self.step_s + self.read_s)
 
@@ -78,7 +78,7 @@ class Advice:
         return chunks + claims + (KEEP + 4) * self.members + self.kept(period)
 
     def kept(self, period: int) -> int:
-        """Return the largest number of models that are never removed, with H = ``period``."""
+        """Return the largest number of models that are never removed, if H is ``period``."""
         chunks = -(-self.steps // period)
         return chunks // self.keep_every if self.keep_every else 0
 
@@ -117,10 +117,10 @@ def advise(what: Subject, members: int, step_s: float, rate: float, epochs: floa
 
 
 def _max_members(advice: Advice) -> int:
-    """Return the largest number of members with which each has at least `ROUNDS` rounds.
+    """Return the largest number of members for which each member has at least `ROUNDS` rounds.
 
-    The smallest H for M members is M times that for one member, H₁. The number of rounds of each is
-    then steps / (H₁ M²).
+    The smallest H for M members is M H₁, where H₁ is the smallest H for one member. Each member
+    then has steps / (H₁ M²) rounds.
     """
     minimum_per_member = (1 / SHARE - 1) * advice.model / advice.rate / advice.step_s
     return max(
@@ -129,7 +129,7 @@ def _max_members(advice: Advice) -> int:
 
 
 def text(what: Subject, every: Sequence[Advice]) -> str:
-    """Return a text: a table with a row for each number of members, and an explanation."""
+    """Return the advice as text: a table with a row per number of members, and explanations."""
     section = what.job.members
     model = every[0].model
     head = ["members", "read", "at your H", "H for 5 %", "lease", "files", "disk"]

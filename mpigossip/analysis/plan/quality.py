@@ -97,8 +97,8 @@ def nearest(job: Job, n: int, parameters: int) -> Evidence | None:
     logarithms of the numbers of parameters, nodes and steps between exchanges.
 
     :param job: the job of a proposal
-    :param n: its number of nodes
-    :param parameters: its number of trained parameters
+    :param n: number of nodes of the job
+    :param parameters: number of trained parameters of its model
     """
     if job.node.wire != "fp32" or int(job.cadence.options.get("fragments", 1)) > 1:
         return None

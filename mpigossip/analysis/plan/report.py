@@ -80,7 +80,7 @@ def _wrapped(words: str, indent: str = "") -> list[str]:
 
 
 def _head(what: Subject, machine: Machine, note: str) -> list[str]:
-    """Return the subject of the plan and a table of what it assumes of the machine."""
+    """Return the subject of the plan, and a table of the assumed properties of the machine."""
     job = what.job
     method = job.algorithm.name
     if always_global(job):
@@ -93,7 +93,7 @@ def _head(what: Subject, machine: Machine, note: str) -> list[str]:
 
 
 def _assumptions(machine: Machine, job: Job) -> list[list[str]]:
-    """Return what the plan assumes of the machine: name, value and origin of each property."""
+    """Return the rows of a table: name, value and origin of each property of the machine."""
     own_bandwidth = machine.global_bandwidth != machine.bandwidth
     own_latency = machine.global_latency_s != machine.latency_s
     rows = [
@@ -119,7 +119,7 @@ def _assumptions(machine: Machine, job: Job) -> list[list[str]]:
 
 
 def _origin(machine: Machine, name: str) -> str:
-    """Return the origin of a property: measured here, given or assumed."""
+    """Return the origin of a property of the machine, such as "measured here" or "assumed"."""
     origin = machine.sources.get(name, machine.sources.get(name.removeprefix("all-reduce "), ""))
     if origin == "measured":
         return "measured here" if machine.where == ALONE else f"measured here, {machine.where}"
@@ -127,14 +127,14 @@ def _origin(machine: Machine, name: str) -> str:
 
 
 def _origin_of_devices(machine: Machine, job: Job) -> str:
-    """Return where the devices of a node come from."""
+    """Return a text on the origin of the devices of a node: a measurement, or a setting."""
     if machine.sources.get("compute") == "measured":
         return "their steps were timed here"
     return "node.devices"
 
 
 def _label(choice: Choice, own: Choice) -> str:
-    """Return the first cell of a row: the graph, or the cadence or wire that differs.
+    """Return the first cell of a row: its graph, or the cadence or wire that differs from the job.
 
     :param choice: the choice of the row
     :param own: the job's own choice

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from mpi4py import MPI
 
-from mpigossip.cluster.agreement import with_timeout
 from mpigossip.cluster.collectives import close_window
+from mpigossip.cluster.communicator import with_timeout
 from mpigossip.cluster.deadline import world_ranks
 from mpigossip.cluster.process import libraries
 from mpigossip.mixing.device.memory import (

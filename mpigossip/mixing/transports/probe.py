@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from mpi4py import MPI
 
-from mpigossip.cluster.agreement import with_timeout
+from mpigossip.cluster.communicator import with_timeout
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import Failure
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
@@ -28,7 +28,7 @@ from mpigossip.mixing.plan import RoundPlan, RoundState
 from mpigossip.mixing.progress_thread import ProgressThread
 from mpigossip.mixing.transports import Transport
 from mpigossip.mixing.transports.messages import Messages
-from mpigossip.mixing.transports.nccl import Nccl
+from mpigossip.mixing.transports.nccl_between_nodes import Nccl
 from mpigossip.mixing.transports.windows import Windows
 
 WAYS = "windows", "messages", "nccl", "host"

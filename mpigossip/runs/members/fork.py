@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpigossip import config
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import aligned, pluralize, print_note
 from mpigossip.members.live import digest
 from mpigossip.members.place import BEHIND, FOLDERS, Place, record_name
 from mpigossip.members.records import End, Record, RecordStore, Version
-from mpigossip.runs.launch import differing
 from mpigossip.runs.members.fork_schedule import (
     Change,
     ForkSchedule,
@@ -29,6 +28,7 @@ from mpigossip.runs.members.join import FORMAT, JOB, plan_of, write_checkpoint
 from mpigossip.runs.members.member import Member
 from mpigossip.runs.members.ranks import for_ranks
 from mpigossip.runs.members.replay import FORK, ReplayLog, repeat_round, training_in
+from mpigossip.runs.start_and_resume import differing
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.manifest import Number
 from mpigossip.training.assemble import Assembly, assemble, load
@@ -45,14 +45,14 @@ NO_CHANGE = Change()
 
 
 class Periods(NamedTuple):
-    """Numbers H of steps per round."""
+    """Numbers H of steps per round, before and after the cut of a fork."""
 
     recorded: int
     fork: int
 
 
 class ForkMember(Member):
-    """Training of a member in a fork with another number of steps per round."""
+    """Training of a member in a fork that changes the number of steps per round."""
 
     def __init__(self, assembly: Assembly, recorded_steps: int):
         """Prepare the engine of a job.
@@ -66,7 +66,7 @@ class ForkMember(Member):
         """Steps of each chunk of the fork."""
 
     def train(self, exchange: Any, after: Any = lambda record, chunk: None) -> None:
-        """Train chunks like `Member.train`; the progress is a number of recorded chunks."""
+        """Train chunks as `Member.train` does, but count progress in recorded chunks."""
         self.exchange = exchange
         while (chunk_and_progress := exchange.chunk()) is not None:
             chunk, progress = chunk_and_progress
@@ -99,19 +99,21 @@ class ForkLog(ReplayLog):
         :param place: `Place` that reads the folder without joining
         :param cut: largest age of a round that stays as it is
         :param change: settings on which the schedule depends
-        :param periods: numbers of steps per round, if the fork has another one; None: it has not
-        :param is_changed: whether models after the cut may differ from the records
+        :param periods: numbers of steps per round, if the fork changes this number; None: it does
+            not
+        :param is_changed: whether the fork changes anything, so that models after the cut may
+            differ from the records
         :param slots: number of slots of each member
-        :raises JobError: if the training has not ended, has no rounds after the cut or no such
-            place, or if no place is left that could train
+        :raises JobError: if the training has not ended or has no rounds after the cut, if the place
+            to leave out does not exist, or if no other place has trained
         :raises StoreError: if a record is missing or unusable
         """
         super().__init__(place, slots)
         root = place.disk.root
         if not self.end:
             raise JobError(
-                f'"{root}" has not ended: forks and blame compare final models; let members join '
-                "until all chunks are trained"
+                f'the training in "{root}" has not ended, but forks and blame compare final '
+                f"models: run `mpigossip join {root}` until all chunks are trained"
             )
         self.check_complete()
         self.is_changed = is_changed
@@ -170,7 +172,7 @@ class ForkLog(ReplayLog):
         return max((self.round(dependency).age for dependency in first), default=0)
 
     def check(self, version: Version, state: NodeState) -> None:
-        """Compare a model with its record; if the round is changed, complete its record."""
+        """Compare a model with its record; if the fork changes the round, complete the record."""
         if version not in self.later or not self.is_changed:
             super().check(version, state)
             return
@@ -181,7 +183,7 @@ class ForkLog(ReplayLog):
             self.models[version] = state
 
     def run(self, member: Any, recorded: Any) -> list[NodeState]:
-        """Repeat the rounds after the cut, and older ones if necessary; return the last models.
+        """Repeat the rounds after the cut, and older rounds if necessary; return the last models.
 
         :param member: `Member` of the fork's job, which trains the rounds after the cut
         :param recorded: `Member` of the recorded job, which trains older rounds
@@ -194,7 +196,7 @@ class ForkLog(ReplayLog):
 
 
 class Setting:
-    """Assemblies and members of a recorded job and of a changed one."""
+    """Assemblies and members of a recorded job, and of the same job with changed settings."""
 
     def __init__(self, disk: RecordStore, job: Job | None, settings: Sequence[str], world):
         """Assemble the jobs.
@@ -202,7 +204,7 @@ class Setting:
         :param disk: folder of the training
         :param job: your own copy of the job; None: code that the job in the folder names is not
             imported
-        :param settings: "section.key=value" that the fork changes
+        :param settings: settings that the fork changes, as "section.key=value"
         :param world: world of the single process
         :raises JobError: if a setting can't be changed in a fork
         """
@@ -229,7 +231,7 @@ class Setting:
                 self.graph = self.job.graph.name
 
     def log(self, disk: RecordStore, cut: int, without: int | None = None) -> ForkLog:
-        """Return the records of a fork with these jobs."""
+        """Return the :class:`ForkLog` of a fork with these jobs."""
         log = ForkLog(
             Place(disk, self.plan, report=print_note),
             cut,
@@ -243,7 +245,7 @@ class Setting:
         return log
 
     def final(self, states: Sequence[NodeState]) -> dict[str, float]:
-        """Return loss and metrics of the average of models, evaluated on the test data."""
+        """Return the test loss and test metrics of the average of ``states``."""
         self.member.begin(states)
         loader = self.member.assembly.loader
         return evaluate(self.member.trainer.replicas, self.member.trainer.mixer, loader).averaged
@@ -255,11 +257,11 @@ class Setting:
 
 
 def changed_job(job: Job, settings: Sequence[str]) -> Job:
-    """Return a job with other settings.
+    """Return ``job`` with some settings replaced.
 
     :param job: the recorded job
-    :param settings: "section.key=value"
-    :raises JobError: if a fork can't change one of them
+    :param settings: new settings, as "section.key=value"
+    :raises JobError: if a fork can't change one of these settings
     """
     if not settings:
         return job
@@ -295,7 +297,7 @@ def fork(
     :param folder: folder of the training, which has ended
     :param cut: number of rounds that stay as they are, counted like `Round.age`; 0: none
     :param to: new folder for records, checkpoint and job of the fork
-    :param settings: "section.key=value" that change
+    :param settings: settings that the fork changes, as "section.key=value"
     :param without: place whose models are left out after the cut; None: no place
     :param job: your own copy of the job; None: code that the job in the folder names is not
         imported
@@ -330,10 +332,10 @@ def fork(
 
 
 def blame(folder: Path, cut: int = 0, job: Job | None = None) -> str:
-    """Rank the places of a training by the effect on the final loss if each is left out.
+    """Rank the places of a training by the final loss that results if each is left out.
 
-    The training is repeated once as it was recorded, and once without each place, whose chunks
-    other places then train.
+    The training is repeated once as it was recorded, and once without each place. Other places then
+    train the chunks of the place that is left out.
 
     :param folder: folder of the training, which has ended
     :param cut: number of rounds that stay as they are; 0: none
@@ -423,7 +425,7 @@ def write(
 
 
 def _records(log: ForkLog) -> Iterable[tuple[str, Record]]:
-    """Iterate over the records of a fork, with their file names relative to its folder."""
+    """Iterate over pairs (file name, record) of a fork; the names are relative to its folder."""
     for place, start in log.starts.items():
         yield f"places/{place:06d}", Record(place=place)
         yield record_name(place, 0), start

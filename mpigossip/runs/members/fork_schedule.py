@@ -20,9 +20,9 @@ from mpigossip.members.records import Round, Start, Version
 
 
 class Turn(NamedTuple):
-    """Round of a place in the schedule, with the time at which it ends, in units of `Round.age`.
+    """Scheduled round of a place. Turns are sorted by time, then by place.
 
-    Turns are sorted by time and place.
+    The time of a turn is the time at which its round ends, in units of `Round.age`.
     """
 
     time: float
@@ -49,7 +49,7 @@ class Change(NamedTuple):
 
 
 def recorded_turns(rounds: Iterable[Round]) -> list[Turn]:
-    """Return a turn for each recorded round, sorted."""
+    """Return the sorted turns of the recorded ``rounds``."""
     return sorted(
         Turn(record.age, record.place, record.chunk, record.version, record.chunks)
         for record in rounds
@@ -62,8 +62,8 @@ def rescaled_turns(
     """Distribute the steps of recorded rounds over rounds with another number of steps.
 
     Each place trains its own recorded steps in their order. A new round takes new/old times as long
-    as the recorded rounds with the same steps. The last steps of a place, if they are fewer than a
-    round, become chunks without a turn.
+    as the recorded rounds with the same steps. If the last steps of a place are too few for a
+    round, they become a chunk without a turn.
 
     :param rounds: the recorded rounds, by version
     :param began: for each place, the time at which its first round in ``rounds`` began, in units of
@@ -168,15 +168,15 @@ class ForkSchedule:
         self._left[place] -= 1
 
     def _has_fewest(self, place: int) -> bool:
-        """Return whether no present place has fewer additional rounds than ``place``."""
+        """Return whether no other place with rounds left has fewer additional rounds."""
         present = [p for p, turns in self._left.items() if turns and self._done[p]]
         return all(self._extra[place] <= self._extra[other] for other in present)
 
     def _ended(self) -> list[int]:
-        """Return a list with the place whose model is the result if no recorded one is left.
+        """Return a list with the place whose model is the result of a fork without recorded result.
 
-        That is so if the place that is left out was the only one in the record END. The result is
-        then the newest model of another place.
+        A fork has no recorded result if the record END names only the place that is left out. The
+        result is then the newest model of another place.
 
         :raises ValueError: if no other place has trained
         """
@@ -189,7 +189,7 @@ class ForkSchedule:
     def _finish(self, places: list[int], time: float) -> None:
         """Add rounds for the chunks without a turn, to the places that were present at the end.
 
-        :param places: these places; empty: the place of :meth:`_ended`
+        :param places: places that were present at the end; if empty, the place of :meth:`_ended`
         :param time: time at which the last turn ends
         """
         places = places or (self._ended() if self.unassigned else [])
@@ -201,7 +201,7 @@ class ForkSchedule:
         self.unassigned.clear()
 
     def _train(self, turn: Turn) -> None:
-        """Add the round of a turn, which follows the last round of the same place."""
+        """Add the round of a turn to the fork, after the last round of the same place."""
         place = turn.place
         done = self._done[place]
         peer = None
@@ -249,12 +249,12 @@ class ForkSchedule:
         return inputs
 
     def _peer(self, turn: Turn, number: int, since: tuple[float, int], own: Round) -> Round | None:
-        """Return the version with which a place averages before a round; None: none.
+        """Return the round whose model a place averages with before a round; None if there is none.
 
-        :param turn: the round
-        :param number: its number in the fork
-        :param since: time and place of the previous round
-        :param own: previous round of the place
+        :param turn: the round before which the place averages
+        :param number: number of this round in the fork
+        :param since: time and place of the previous round of the place
+        :param own: record of the previous round of the place
         """
         if turn.recorded is not None and self.change.graph is None:
             peers = self.recorded[turn.recorded].peer
@@ -272,7 +272,7 @@ class ForkSchedule:
         return None
 
     def _order(self, place: int, number: int) -> Iterator[int]:
-        """Iterate over the places with which a place may average before a round, best first."""
+        """Iterate over the peers of a place in a round, in the order of preference."""
         present = {p for p, turns in self._left.items() if turns and self._done[p]}
         places = sorted(present | {place})
         if self.change.graph != "random-matching":

@@ -21,18 +21,18 @@ from mpigossip.config import Job, JobError
 from mpigossip.config.errors import UserError
 from mpigossip.config.readable import print_note
 from mpigossip.engine.measurements import StepMetrics
+from mpigossip.members.folder_rate import describe_slow_folder, seconds_per_round
 from mpigossip.members.live import POLL_S, FolderExchange, StopRequested, layout, read_model
 from mpigossip.members.outages import FolderUnreachable
 from mpigossip.members.parts import cut
 from mpigossip.members.place import FOLDERS, Place, TrainingPlan, record_name
-from mpigossip.members.rate import describe_slow_folder, seconds_per_round
 from mpigossip.members.records import NO_LINKS, RecordStore, Round
-from mpigossip.runs.launch import differing
 from mpigossip.runs.members.member import Member, steps_of_round
 from mpigossip.runs.members.ranks import SeveralRanks, for_ranks, world_of
 from mpigossip.runs.printer import Printer
 from mpigossip.runs.progress import Progress
 from mpigossip.runs.recorder import Recorder
+from mpigossip.runs.start_and_resume import differing
 from mpigossip.runs.stopper import Stopper, end_of_allocation
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
@@ -77,14 +77,14 @@ def join(
 ) -> dict[str, Any]:
     """Train as one member until all chunks are trained, or until it is asked to stop.
 
-    :param folder: folder of the training; a new training begins if it has none yet
-    :param job: the job, which must agree with the one in the folder if there is one; None: the job
-        in the folder, which may not name code to import
+    :param folder: folder of the training; if it contains no training yet, a new one begins
+    :param job: the job, which must agree with the job in the folder, if the folder contains a
+        training; None: the job in the folder, which then must not name code to import
     :param shared: whether files of other users are accepted
     :param lease_s: shortest silence, in seconds, after which other members close this one; None:
         `members.lease_s` of the job
     :param poll_s: seconds after which a member without work reads the folder again
-    :param stop: function that returns whether to leave, called after each step
+    :param stop: function that returns whether the member has to leave; called after each step
     :return: summary with "finished", which is False if the member was asked to leave, and "places",
         the numbers of its places; after the end also the metrics, the checkpoint and its digest.
         On ranks other than rank 0 of a member, it has the number of the "rank", too
@@ -126,7 +126,9 @@ def join(
 
 
 def _train(live: FolderExchange, member: Member, folder: Path, world: World) -> dict[str, Any]:
-    """Train until the end, and return the summary; join again if the place was closed.
+    """Train until the end of the training or a stop, and return the summary.
+
+    If other members have closed the place of this member, it joins again.
 
     :param live: exchange of this member
     :param member: the training of this member
@@ -181,7 +183,7 @@ class _Watched:
         :param live: exchange of this member, which has a place
         :param folder: folder of the training
         :param world: ranks of this member; rank 0 writes log and output
-        :param folder_s: result of :func:`~mpigossip.members.rate.seconds_per_round`
+        :param folder_s: result of :func:`~mpigossip.members.folder_rate.seconds_per_round`
         """
         self.folder_s = folder_s
         self.world = world
@@ -247,7 +249,7 @@ class _Watched:
             raise StopRequested
 
     def _check_round(self) -> None:
-        """Check the duration of the second round, see :func:`check_lease`; warn if H is small."""
+        """Check that five rounds fit into a lease, by the second round; warn if H is small."""
         place = self.live.place
         seconds = self.live.round_seconds()
         check_lease(place.plan.lease_s, seconds)
@@ -293,7 +295,7 @@ class _Watched:
         self.printer.leave()
 
     def _retry(self, write: Callable[[], None]) -> None:
-        """Write to the log; if that fails because of an outage, try again.
+        """Write to the log; try again if that fails because of an outage of the file system.
 
         Rows that the first attempt has written are not written twice.
         """
@@ -375,7 +377,7 @@ def _result(
 def result(
     live: FolderExchange, folder: Path, steps: int, job: str, facts: dict[str, Number]
 ) -> list[NodeState]:
-    """Return the models that the record END names, after the checkpoint was written, if necessary.
+    """Return the models that the record END names; if they have no checkpoint yet, write it first.
 
     The member that published END writes the checkpoint, which has one node for each model, so that
     `checkpoint export` can average them. If that member was killed, a member that starts after the
@@ -466,15 +468,15 @@ def write_checkpoint(
 
 
 def _given_up(live: FolderExchange, folder: Path) -> bool:
-    """Return whether this member has to write the final checkpoint, because its writer was killed.
+    """Return whether this member has to write the final checkpoint in place of a killed member.
 
-    The writer counts as killed if its unfinished files do not change for a lease. If several
-    members notice this at the same time, the one that publishes the next file END.k has to write
-    the checkpoint.
+    The member that was to write the checkpoint counts as killed if its unfinished files do not
+    change for a lease. If several members notice this at the same time, the member that publishes
+    the next file END.k has to write the checkpoint.
     """
 
     def seen() -> list[tuple[str, int]]:
-        """Return names and sizes of the files in unfinished checkpoints."""
+        """Return the names and sizes in bytes of the files in unfinished checkpoints."""
         sizes = []
         for name in live.place.disk.names("checkpoints"):
             # The writer may remove a folder or file at any time.
@@ -506,7 +508,7 @@ def _given_up(live: FolderExchange, folder: Path) -> bool:
 
 
 def plan_of(assembly: Assembly, lease_s: float | None = None) -> TrainingPlan:
-    """Return the facts about the training that all members share.
+    """Return the plan of a training, which all members share.
 
     :param assembly: the assembled job
     :param lease_s: lease in seconds; None: `members.lease_s` of the job
@@ -522,7 +524,7 @@ def plan_of(assembly: Assembly, lease_s: float | None = None) -> TrainingPlan:
 
 
 def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dict[str, str]:
-    """Return the facts on which the bits of a member's model depend, as text by name.
+    """Return the facts on which the exact values of a member's model depend, as text by name.
 
     The first record of the member's place contains them (`Start.about`).
 
@@ -550,7 +552,7 @@ def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dic
 def ranks_fact(ranks: int) -> dict[str, str]:
     """Return the number of ranks of a program as a fact for :func:`about`; empty for one rank.
 
-    The bits of such a member's model depend on it.
+    The exact values of a member's model depend on this number.
     """
     return {"ranks": str(ranks)} if ranks > 1 else {}
 
@@ -561,7 +563,7 @@ def ranks_fact(ranks: int) -> dict[str, str]:
 def job_of(
     folder: Path, job: Job | None, disk: RecordStore, name: str = JOB, parameters: str = ""
 ) -> Job:
-    """Return the job of the training in a folder; begin a training if there is none.
+    """Return the job of the training in a folder; if there is no training, begin one.
 
     :param folder: folder of the training
     :param job: this member's copy of the job; None: the one in the folder
@@ -570,8 +572,8 @@ def job_of(
         PyTorch and the layout of the parameters, which all members share, too
     :param parameters: layout of the model's parameters; "": not known yet, so that it is not
         compared
-    :raises JobError: if there is no job, if the folder holds another training or something else, or
-        if other users may write to a folder that is not shared
+    :raises JobError: if neither ``job`` nor the folder gives a job, if the folder contains another
+        training or unrelated files, or if other users may write to a folder that is not shared
     """
     head = f"# {FORMAT}, torch {torch.__version__.partition('+')[0]}, parameters {parameters}"
     if not disk.exists(name):
@@ -579,8 +581,8 @@ def job_of(
     about = disk.retry(folder.stat)
     if not disk.shared and (about.st_mode & 0o022 or about.st_uid != os.getuid()):
         raise JobError(
-            f'other users may write to "{folder}" and so change the average: run '
-            f"`chmod go-w {folder}`, or pass --shared"
+            f'other users may write to "{folder}", and so could change the averaged model: run '
+            f"`chmod go-w {folder}`, or, if you trust these users, add --shared"
         )
     stored_job = job_there(disk, job, name)
     begun = (disk.read(name, listed=True) or b"").decode(errors="replace").partition("\n")[0]
@@ -599,12 +601,14 @@ def _begin(folder: Path, job: Job | None, disk: RecordStore, name: str, head: st
     :param disk: the same folder as a record store
     :param name: name of the file with the job
     :param head: first line of this file
-    :raises JobError: if there is no job, or if the folder can't be used
+    :raises JobError: if ``job`` is None, or if the folder can't be used
     """
     if job is None:
         raise JobError(none_there(disk))
     if folder.is_file():
-        raise JobError(f'"{folder}" is a file; name a folder')
+        raise JobError(
+            f'"{folder}" is a file, but a training needs a folder: give the path of a folder'
+        )
     if other := of_something_else(disk, name):
         raise JobError(other)
     disk.begin(FOLDERS)
@@ -615,13 +619,13 @@ def _begin(folder: Path, job: Job | None, disk: RecordStore, name: str, head: st
         if error.errno in NO_LINKS:
             raise JobError(
                 f'"{folder}" is on a file system without hard links ({error.strerror}), '
-                "which members need; choose a folder on another one"
+                "which members need; choose a folder on another file system"
             ) from None
         disk.publish(name, content)
 
 
 def none_there(disk: RecordStore) -> str:
-    """Return the error message for a folder that contains no job of a training."""
+    """Return the message of the error that a folder contains no job of a training."""
     if disk.exists(LOOP):
         return (
             f'"{disk.root}" holds the training of a program (see {LOOP}), not of a job: start that '
@@ -637,13 +641,13 @@ def of_something_else(disk: RecordStore, name: str) -> str:
     """Return an error message if a folder contains files that belong to no training, otherwise "".
 
     :param disk: the folder
-    :param name: name of the file with the job. If the folder contains it, the result is "": another
-        member has begun the training meanwhile
+    :param name: name of the file with the job. If the folder contains it, the result is "", because
+        another member has begun the training in the meantime
     """
     names = set(disk.names(""))
     if name in names or names <= {*FOLDERS, "STOP"}:
         return ""
-    return f'"{disk.root}" holds other files than a training of members; name a new folder'
+    return f'"{disk.root}" contains files that belong to no training of members; name a new folder'
 
 
 def job_there(
@@ -690,7 +694,7 @@ def job_there(
 
 
 def _differing_slots(own: Job, job: Job) -> str:
-    """Describe the settings by which a member has other slots than the training allows.
+    """Return a text on the settings of slots, if this member's differ from the training's.
 
     Earlier versions of mpigossip reject a job with several ranks, and can't read the records of
     such a member. Members may therefore have several ranks only if the training began with such a

@@ -1,4 +1,4 @@
-"""Training of one member of a training that others join and leave, for `mpigossip join`."""
+"""Steps, messages and averages of one member of a training, for `mpigossip join`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpigossip.members.parts import Part
 from mpigossip.mixing.base import ExchangeKind, MessageArrays, MessageLayout
 from mpigossip.mixing.combine import weighted_sum
 from mpigossip.mixing.simulated import Simulated
-from mpigossip.runs.state import AVERAGED, plain, put_buffers
+from mpigossip.runs.snapshot_and_restore import AVERAGED, plain, put_buffers
 from mpigossip.store.checkpoint import NodeState, Number
 from mpigossip.training.assemble import Assembly
 
@@ -38,8 +38,7 @@ def part_of(group: Group, flat: Any, ranks: int) -> Part | None:
     if not (isinstance(flat, ParameterLayout) and flat.is_row_major):
         raise JobError(
             f"node.ranks_per_node = {ranks}: each rank of a member writes consecutive elements of "
-            "the parameters, but a parameter is not in row-major order: leave out "
-            "node.channels_last"
+            "the parameters, but node.channels_last changes their order in memory: leave it out"
         )
     row = torch.empty(flat.width, device="meta")
     counts = [sum(map(len, flat.inside(row, slot))) for slot in range(flat.slots)]
@@ -58,7 +57,7 @@ class FolderMixer(Simulated):
     """
 
     def __init__(self, graph, layout: MessageLayout, member: Member):
-        """Prepare to exchange the models of a member.
+        """Create the mixer of a member.
 
         :param graph: graph of the job
         :param layout: layout of a message
@@ -74,10 +73,9 @@ class FolderMixer(Simulated):
             self.bytes_sent[0] += self._member.send(self._out)
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
-        """Return the sent message and the averaged one.
+        """Return two messages: the sent one, and its average with another member's model.
 
-        In a GOSSIP step, another member's model is read for the average. Otherwise, both messages
-        are equal.
+        In steps other than GOSSIP steps, or if no other member has a new model, both are equal.
         """
         kind, _ = self._open
         self._open = None
@@ -97,7 +95,7 @@ class FolderMixer(Simulated):
 
 
 class Member:
-    """Training of a member.
+    """Training of one member, with its model and engine.
 
     In each round, the member trains H steps on each of one or several chunks, publishes its model
     x, and averages it with the model x_j of one other member: see `FolderMixer`.
@@ -142,7 +140,7 @@ class Member:
         return self.engine.index
 
     def begin(self, states: Sequence[NodeState]) -> None:
-        """Start from the average of models, and of their optimizers' moments.
+        """Start from the average of some models and of the states of their optimizers.
 
         :param states: models to average; empty: start from the model that the seed initializes
         """
@@ -154,7 +152,7 @@ class Member:
         """Continue from a model that was published, and average it with a peer's model.
 
         :param state: the model as it was published
-        :param rounds: number of rounds that the member has completed with it
+        :param rounds: number of rounds that the member had completed when it published the model
         :param exchange: exchange that returns the peer's model
         """
         engine = self.engine
@@ -180,8 +178,8 @@ class Member:
 
         :param state: the model
         :param local_steps: number of local steps that the model has made
-        :param rounds: number of rounds that the member has completed
-        :param chunks: number of chunks that it has trained in these rounds
+        :param rounds: number of rounds that the member had completed when it published the model
+        :param chunks: number of chunks that it had trained in these rounds
         :param names: last parts of the names of the arrays to load, such as "momentum"; None: all
         """
         engine = self.engine
@@ -205,7 +203,8 @@ class Member:
 
         :param exchange: source of chunks and peers: a `FolderExchange`, or a `ReplayExchange` in a
             replay
-        :param after: function that is called after each step, with its record and its chunk
+        :param after: function that is called after each step, with the metrics and the chunk of the
+            step
         """
         self.exchange = exchange
         while (chunk_and_progress := exchange.chunk()) is not None:
@@ -222,7 +221,7 @@ class Member:
                 after(record, self.data_step // self.steps)
 
     def capture(self, message: MessageArrays, local_steps: int) -> NodeState:
-        """Return the model in a message, with its buffers and the state of the algorithm.
+        """Return the state to publish: model, buffers, and the arrays of the algorithm.
 
         :param message: the message, which holds the parameters
         :param local_steps: number of local steps that the model has made
@@ -251,9 +250,10 @@ class Member:
         return NodeState(self._own(x), flat.names, flat.shapes, arrays, counts, rank, pieces)
 
     def _own(self, parts: Sequence[torch.Tensor]) -> np.ndarray:
-        """Return the elements of the local slots, without padding, in the order of a file.
+        """Concatenate the shards of the local slots, without padding, as files contain them.
 
-        :param parts: for each local slot, an array (1, P/L) like its shard of x
+        :param parts: for each local slot, an array (1, P/L) with the shape of its shard of the P
+            parameters
         """
         flat: Any = self.engine.vector.flat
         slots = self.engine.group.local_slots
@@ -265,7 +265,7 @@ class Member:
     def _put(self, values: np.ndarray, parts: Sequence[torch.Tensor]) -> None:
         """Copy a model's array, or the part of this rank, to the shards of the local slots.
 
-        :param values: elements in the order of a file, without padding, or one value per row
+        :param values: elements without padding, in the order of a file, or one value for the model
         :param parts: for each local shard, the array (1, P/L) to which the values are copied
         """
         flat: Any = self.engine.vector.flat
@@ -280,12 +280,12 @@ class Member:
                 rest = rest[len(view) :]
 
     def send(self, message: MessageArrays) -> int:
-        """Publish the model in a message, with its state; return its size in bytes."""
+        """Publish the model in ``message``, with buffers and state; return the number of bytes."""
         # The present local step is not counted yet.
         return self.exchange.send(self.capture(message, self.engine.counts[0] + 1))
 
     def receive(self, into: MessageArrays) -> bool:
-        """Read another member's model into a message; return whether there was one."""
+        """Read another member's model into the message ``into``; return False if there was none."""
         state = self.exchange.receive()
         if state is None:
             return False
@@ -303,7 +303,7 @@ def steps_of_round(assembly: Assembly) -> int:
 
 
 def average(states: Sequence[NodeState]) -> NodeState:
-    """Return the mean of models, summed in their order.
+    """Return the mean of ``states``, which are summed in their order.
 
     Arrays of integers are taken from the first model. Arrays that some model lacks are left out.
 

@@ -2,7 +2,7 @@
 
 Rank 0 broadcasts each decision (the chunk, the version of the peer, the inputs, whether to leave),
 so that the other ranks never list the folder and need no records. If a rank does not answer within
-the time limit of the world, the member ends. To other members, it then looks like one that was
+the time limit of the world, the member ends; the other members treat it like a member that was
 killed.
 """
 
@@ -44,7 +44,7 @@ class SeveralRanks(OneRank):
     """Collective decisions of the ranks of one member, which a launcher has started together."""
 
     def __init__(self, world: World, part: Part | None):
-        """Prepare collective decisions; collective itself.
+        """Duplicate the communicator of ``world`` for these decisions; collective.
 
         :param world: the ranks of the member
         :param part: part of the model that this rank reads and writes; None: each rank reads whole
@@ -76,9 +76,9 @@ class SeveralRanks(OneRank):
         return result
 
     def _follow(self, place: Place, read: Callable[[Any], Any]) -> Any:
-        """Execute the commands that rank 0 sends by :meth:`ask`; return its decision.
+        """Execute the commands that rank 0 sends by :meth:`ask`; return the decision of rank 0.
 
-        :param place: place of the member, whose counters are set
+        :param place: place of the member; its counters are set to the counters of rank 0
         :param read: function that executes a command
         """
         while not isinstance(message := self._world.broadcast(None), Outcome):
@@ -135,9 +135,9 @@ def world_of(job: Job) -> World:
     launched = launcher_ranks(os.environ)
     if job.node.ranks_per_node == 1 or not launched or launched[0][1] == 1:
         return SingleProcess()
-    from mpigossip.cluster.ranks import world
+    from mpigossip.cluster.mpi_world import open_world
 
-    return world(job.node.timeout_s)
+    return open_world(job.node.timeout_s)
 
 
 def for_ranks(job: Job, world: World) -> Job:

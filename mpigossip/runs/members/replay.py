@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import pluralize, print_note
 from mpigossip.members.live import correct_for_age, digest, read_model, rounds_late
@@ -33,7 +33,7 @@ PROGRESS_ROUNDS = 100
 
 
 class ReplayMismatch(Exception):
-    """Error if the model of a repeated round does not have the digest that its record contains."""
+    """Error of a repeated round whose model has another digest than the record contains."""
 
 
 def matches(version: Round, state: NodeState, slots: int) -> bool:
@@ -130,7 +130,7 @@ class ReplayLog:
         if record is None:
             raise StoreError(
                 f"{record_name(*version)} is missing or damaged: rounds that "
-                "depend on it can't be repeated; choose others by --place and --rounds"
+                "depend on it can't be repeated; choose other rounds by --place and --rounds"
             )
         return record
 
@@ -138,8 +138,9 @@ class ReplayLog:
         """Return the versions of the models on which a round depends.
 
         The first round of a place depends on the models with which the place started. Any other
-        round depends on the place's model of its previous round. If it averaged with a peer, it
-        also depends on the peer's model, and on the place's own model of the age of that model.
+        round depends on the model of the previous round of the same place. If the place averaged
+        with a peer, the round also depends on the peer's model, and on the place's own model of the
+        same age.
         """
         if version.round == 1:
             if version.place not in self.starts:
@@ -183,7 +184,7 @@ class ReplayLog:
         return sorted(repeated, key=lambda version: (self.round(version).age, version))
 
     def repeating(self, wanted: Iterable[Version]) -> Iterator[Version]:
-        """Iterate over the rounds to repeat, in the order of :meth:`choose`; report progress."""
+        """Iterate over the rounds that :meth:`choose` returns, and print the progress."""
         order = self.order = self.choose(wanted := set(wanted))
         more = len(order) - len(wanted)
         tell = self.place.report
@@ -255,10 +256,10 @@ class ReplayLog:
             self.models[version] = state
 
     def _unlike(self, place: int) -> str:
-        """Describe how this process differs from the process that trained a place.
+        """Return a clause on how this process differs from the process that trained a place.
 
-        Differences, for example in the version of torch, may explain another digest. Return a
-        clause for an error message, or "" if there are none.
+        Such a difference, for example in the version of torch, may explain another digest. If there
+        is none, return "".
         """
         start = self.starts.get(place)
         facts = about((), (), []) | {"ranks": str(self._ranks)}
@@ -321,7 +322,7 @@ class ReplayExchange:
         return chunk
 
     def send(self, state: NodeState) -> int:
-        """Keep the model that the member would publish; return 0 bytes."""
+        """Keep ``state``, which a member would publish, in `sent`; return 0, the bytes written."""
         self.sent = state
         return 0
 
@@ -425,7 +426,7 @@ def training_in(disk: RecordStore, job: Job | None) -> Job:
         raise JobError(
             f'"{disk.root}" holds the training of a program (see {LOOP}), and `mpigossip replay`, '
             "its forks, blame and audits cover jobs only: start that program with "
-            "mpigossip.join(…, replay=True), which repeats the training without a change"
+            "mpigossip.join(…, replay=True), which repeats the training as it was recorded"
         )
     if not disk.exists(JOB):
         raise JobError(none_there(disk))
@@ -457,7 +458,7 @@ def wanted_of(
         who = "they have" if place is None else f"place {place} has"
         raise JobError(
             f'"{script.place.disk.root}" has {len(script.starts)} places, numbered from 0; {who} '
-            f"{limit}; choose others by --place and --rounds"
+            f"{limit}; choose other rounds by --place and --rounds"
         )
     if place is None and rounds is None:
         script.check_complete()
@@ -475,7 +476,7 @@ def replay(
 ) -> str:
     """Repeat a training from its records and compare the models; return a summary.
 
-    Rounds on which the requested ones depend are repeated, too, unless their models are still
+    Rounds on which the requested rounds depend are repeated, too, unless their models are still
     stored.
 
     :param folder: folder of the training

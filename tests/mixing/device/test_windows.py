@@ -85,7 +85,7 @@ def test_device_windows_are_rejected_if_the_test_of_mpi_fails(ranks):
 
 def proofs(comm):
     """Return the tests that two mixers in one world and one mixer in another world run."""
-    from mpigossip.cluster.ranks import World
+    from mpigossip.cluster.mpi_world import MPIWorld
     from mpigossip.graphs import graph
     from mpigossip.mixing.synchronous import Synchronous
     from mpigossip.mixing.transports import probe
@@ -95,7 +95,7 @@ def proofs(comm):
     probe.gpu_mpi_works = lambda comm, devices, way, limit_s: (True, done.append((way, limit_s)))
     try:
         for mixers in (2, 1):
-            with World(comm) as world:
+            with MPIWorld(comm) as world:
                 for _ in range(mixers):
                     options = {"exchange": "messages", "on_devices": True}
                     Synchronous(

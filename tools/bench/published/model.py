@@ -1,4 +1,7 @@
-"""Parameters and buffers of the model whose step times were published; it cannot be trained."""
+"""Model with the parameters and buffers of the transformer whose step times were published.
+
+Only their sizes matter here: the model cannot be trained.
+"""
 
 import torch
 from torch import nn
@@ -25,7 +28,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """All parameters, in the order in which a forward pass uses them."""
+    """Transformer whose parameters are in the order in which a forward pass would use them."""
 
     def __init__(self):
         super().__init__()
@@ -35,10 +38,13 @@ class Model(nn.Module):
         self.output = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return scores without the layers, which only have to be counted."""
+        """Return the scores (batch, time, VOCABULARY) of tokens (batch, time), without the layers.
+
+        The layers are left out, because only their parameters are counted.
+        """
         return self.output(self.norm(self.embedding(tokens)))
 
 
 def build(shape: tuple[int, ...], classes: int) -> nn.Module:
-    """Return the model; shape and number of classes are fixed by the publication."""
+    """Return the model; its sizes are constants, so that ``shape`` and ``classes`` are ignored."""
     return Model()

@@ -35,7 +35,7 @@ squares. Only these can be averaged over nodes; all other arrays have to be rese
 def snapshot(
     node: Node, numbers: Mapping[str, Number], spare: Sequence[NodeState] = ()
 ) -> list[NodeState]:
-    """Copy parameters, state of the algorithm, buffers and counters; collective over a node.
+    """Return copies of parameters, algorithm's state, buffers and counters; collective over a node.
 
     :param node: the local nodes
     :param numbers: counters of the run, which the copies contain, too
@@ -142,7 +142,7 @@ def _by_slot(
 
 
 def _packed(parts: Sequence[torch.Tensor], into: np.ndarray | None) -> np.ndarray:
-    """Concatenate the parts into ``into``, or into new memory if that is None."""
+    """Concatenate the elements of ``parts`` in ``into``; if ``into`` is None, in new memory."""
     count = sum(part.numel() for part in parts)
     if into is None and count:
         pages = torch.from_numpy(direct.pages(count * parts[0].element_size()))
@@ -154,7 +154,7 @@ def _packed(parts: Sequence[torch.Tensor], into: np.ndarray | None) -> np.ndarra
 
 
 def plain(tensor: torch.Tensor) -> np.ndarray:
-    """Return the values as a NumPy array; bfloat16, which NumPy lacks, is converted to float32."""
+    """Return a tensor as a NumPy array; bfloat16, which NumPy lacks, is converted to float32."""
     tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
@@ -172,7 +172,7 @@ def restore(
 
     :param node: the local nodes
     :param path: folder of the checkpoint
-    :param manifest: its manifest
+    :param manifest: manifest of this checkpoint
     :return: whether the run resumes exactly, messages for the user, and the counters of the
         checkpoint
     :raises StoreError: if the checkpoint is damaged or belongs to another model
@@ -235,7 +235,7 @@ def put_buffers(buffers: Mapping[int, Mapping[str, torch.Tensor]], saved: NodeSt
 
 
 def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]) -> list[str]:
-    """Set each local node to the average of other nodes; return messages for the user.
+    """Set each local node to the average of saved or surviving nodes; return messages for the user.
 
     If the state of the algorithm consists only of means of gradients (see `AVERAGED`), it is set to
     its average, and the cadence keeps its saved state. Otherwise, both are reset. In any case, the
@@ -256,7 +256,7 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
     averaged = all(name.split("/")[-1] in AVERAGED and name in mean for name in state)
     for row in rows:
         scatter_row(mean["parameters"], x, row, flat, local)
-        for of_slot in node.buffers(row):  # Integers can't be averaged: `mean` has those of node 0.
+        for of_slot in node.buffers(row):  # `mean` has node 0's integers.
             for name, buffer in of_slot.items():
                 value = torch.as_tensor(np.array(mean[f"buffers/{name}"]))
                 buffer.copy_(value.view(buffer.shape))
@@ -283,9 +283,9 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
 
 
 def _counted(node: Node, sent: Any) -> int:
-    """Return the bytes that this process has to count for its node.
+    """Return the number of bytes from which this process continues to count its node's traffic.
 
-    The first process of the node counts all saved bytes, and the others start at 0.
+    The first process of the node continues from ``sent``, and its other processes start at 0.
     """
     return int(sent) if 0 in node.group.local_slots else 0
 
@@ -300,14 +300,16 @@ def _check_facts(manifest: Manifest, facts: Mapping[str, Any], path: Path) -> No
         value = manifest.meta.get(name)
         if not isinstance(value, int) or not 0 < value < MOST:
             raise StoreError(
-                f"{path}: {name} = {str(value)[:40]}, must be 1 or more; use another checkpoint"
+                f"{path}: {name} = {str(value)[:40]}, must be an integer of at least 1; use "
+                "another checkpoint"
             )
 
 
 def _check_counters(saved: NodeState, path: Path) -> None:
     if lacking := COUNTERS - saved.numbers.keys():
         raise StoreError(
-            f"{path} lacks {', '.join(sorted(lacking))}, which a run saves; use another checkpoint"
+            f"{path} lacks {', '.join(sorted(lacking))}, which every run saves: use another "
+            "checkpoint"
         )
 
 

@@ -1,4 +1,4 @@
-"""World of one MPI communicator, whose collective calls have a time limit."""
+"""World of the ranks of one MPI communicator; its collective calls have a time limit."""
 
 import contextlib
 import math
@@ -33,9 +33,9 @@ class Communicator(World):
     """A world of the ranks of one MPI communicator, or of this rank only while it is isolated."""
 
     def __init__(self, comm: "MPI.Intracomm", hosts: tuple[str, ...], timeout_s: float):
-        """Take over ``comm``.
+        """Create a world of the ranks of ``comm``.
 
-        :param comm: communicator that this object uses and frees from now on
+        :param comm: communicator of the ranks; only this object uses it from now on, and frees it
         :param hosts: host name of each rank
         :param timeout_s: seconds after which a collective call fails
         """
@@ -88,10 +88,11 @@ class Communicator(World):
         return agreement
 
     def drain_agreements(self) -> None:
-        """Complete all agreements, even if only some ranks have started them; collective.
+        """Complete all agreements; collective.
 
-        If the communicator were freed earlier, its messages could reach the next communicator with
-        the same context ID.
+        This rank first starts the agreements that only other ranks have started. If the
+        communicator were freed earlier, its messages could reach the next communicator with the
+        same context ID.
         """
         from mpi4py import MPI
 
@@ -110,9 +111,9 @@ class Communicator(World):
     def raise_together(self, *error_types: type[Exception]) -> Iterator[None]:
         """Return a context manager that raises any rank's user errors on all ranks; collective.
 
-        A user error may occur on some ranks only, for example if a file is missing on one host.
-        All ranks then raise one error, which names the ranks of each message. The block itself must
-        not contain collective calls.
+        A user error may occur on some ranks only, for example if a file is missing on one host. All
+        ranks then raise one error, which contains each message once, with the ranks that it comes
+        from. The block itself must not contain collective calls.
 
         :param error_types: types of the exceptions to combine; other exceptions are not caught
         :raises CollectiveError: on all ranks, if any rank has raised one of these exceptions
@@ -139,7 +140,7 @@ class Communicator(World):
             )
 
     def _located(self, message: str, ranks: list[int]) -> str:
-        """Return a message with the ranks that it concerns, unless it concerns all ranks."""
+        """Return ``message`` preceded by the names of ``ranks``, or alone if they are all ranks."""
         if len(ranks) == self.size:
             return message
         return (

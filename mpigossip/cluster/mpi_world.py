@@ -1,7 +1,8 @@
 """World of all ranks of a job, its start, and its end after an error or a rank failure.
 
-:func:`world` starts MPI and returns a :class:`World`; `SingleProcess` has the same interface
-without MPI. Importing this module does not import MPI.
+:func:`open_world` starts MPI and returns a :class:`MPIWorld`. Its interface is the class `World`
+(module `world`), which is also a world of one process without MPI. Importing this module does not
+import MPI.
 """
 
 import contextlib
@@ -14,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mpigossip.cluster import local_devices, process, uncaught
-from mpigossip.cluster.agreement import Communicator, with_timeout
+from mpigossip.cluster import exception_reports, local_devices, process
+from mpigossip.cluster.communicator import Communicator, with_timeout
 from mpigossip.cluster.deadline import (
     Deadline,
     WaitTimeoutError,
@@ -36,7 +37,6 @@ from mpigossip.cluster.nodes import group_ranks
 from mpigossip.cluster.process import TIMEOUT_S, exit_handler
 from mpigossip.cluster.waits import WaitMonitor
 from mpigossip.cluster.world import Nodes
-from mpigossip.cluster.world import SingleProcess as SingleProcess
 from mpigossip.config.errors import FAILED
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ LONGEST_TIMEOUT_S = 1e8
 """Largest time limit that torch can represent."""
 
 
-class World(Communicator):
-    """The ranks of a program, opened by :func:`mpigossip.world` and closed by its ``with`` block.
+class MPIWorld(Communicator):
+    """World of all ranks of a program, opened by :func:`mpigossip.world` in a ``with`` block.
 
     Its attributes include `rank` and `size` of this world, `hosts` with the host name of each rank,
     `nodes` (`nodes.count` nodes of `nodes.per_node` ranks each), and `comm`, an mpi4py communicator
@@ -68,8 +68,8 @@ class World(Communicator):
 
     While the world is open, an uncaught exception in any thread of any rank aborts the whole job,
     with a message that names the rank and the host. If a rank leaves the ``with`` block with an
-    exit code other than 0, the others have `process.LEAVE_S` seconds to end, too; then it aborts
-    the job, so that no rank hangs.
+    exit code other than 0, the other ranks have `process.LEAVE_S` seconds to end, too. Afterwards,
+    the first rank aborts the job, so that no rank hangs.
 
     If MPI is `fault_tolerant` and the job `survives`, `shrink` turns this into the world of the
     survivors of a rank failure. They get new ranks; `original_ranks` are their ranks at the start.
@@ -154,8 +154,8 @@ class World(Communicator):
     def shrink(self) -> None:
         """Continue with the survivors of a rank failure; all survivors have to call this.
 
-        Survivors that have not noticed the failure call it, too: all communicators of this world
-        are revoked, which ends their waits with an error.
+        The first call revokes all communicators of this world. This ends the waits of survivors
+        that have not noticed the failure with an error, after which they have to call this, too.
 
         :raises WaitTimeoutError: if a survivor does not call this within the time limit
         """
@@ -185,8 +185,8 @@ class World(Communicator):
     ) -> "ProcessGroup":
         """Return the torch process group of this rank's node, for DDP; collective.
 
-        The node is the world of torch.distributed, and local ranks are its ranks. With "nccl",
-        :meth:`device` becomes the current device, and the group uses it.
+        The world of torch.distributed consists of the ranks of this node, and a rank in it is a
+        local rank. With "nccl", :meth:`device` becomes the current device, and the group uses it.
 
         :param backend: backend of torch.distributed; None: "nccl" if there are GPUs, otherwise
             "gloo"
@@ -249,7 +249,7 @@ class World(Communicator):
         if kind is None:
             self.close()
         else:
-            exit_handler.code = uncaught.code(error)
+            exit_handler.code = exception_reports.code(error)
             exit_handler.cause = f"{kind.__name__}: {error}"
 
     def _uncaught(
@@ -258,23 +258,27 @@ class World(Communicator):
         if process.is_fork():  # an exception of a fork ends no other process
             self._hooks[0](kind, error, trace)
             return
-        exit_handler.code = uncaught.code(error)
+        exit_handler.code = exception_reports.code(error)
         error_keys = (
-            None if self._monitor is None else uncaught.errors_of_all_ranks(self._monitor, error)
+            None
+            if self._monitor is None
+            else exception_reports.errors_of_all_ranks(self._monitor, error)
         )
         others = Others.of(error_keys)
         if error_keys is None:
-            uncaught.wait_turn(self.rank)
+            exception_reports.wait_turn(self.rank)
             reports = self._monitor is None or self._monitor.claim_report()
         else:  # the first rank of each kind of exception reports it
             reports = error_keys.index(error_keys[self.rank]) == self.rank
         if reports:
             name = "" if others is Others.SAME_ERROR else self._name
-            uncaught.write_stderr(uncaught.format_error(error, name, f"all {self.size} ranks"))
+            exception_reports.write_stderr(
+                exception_reports.format_error(error, name, f"all {self.size} ranks")
+            )
         if ACTIONS[Cause.of(error), others] is Action.FINALIZE:
-            uncaught.exit_with_watchdog(exit_handler.code)
+            exception_reports.exit_with_watchdog(exit_handler.code)
         if error_keys is not None:
-            uncaught.wait_turn(self.rank)
+            exception_reports.wait_turn(self.rank)
         self.abort(exit_handler.code)
 
     def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
@@ -284,8 +288,8 @@ class World(Communicator):
         if args.exc_type is SystemExit or args.exc_value is None:
             return
         name = args.thread.name if args.thread else "a thread"
-        uncaught.write_stderr(
-            uncaught.format_error(args.exc_value, self._name, where=f" in {name}")
+        exception_reports.write_stderr(
+            exception_reports.format_error(args.exc_value, self._name, where=f" in {name}")
         )
         self.abort(1)
 
@@ -294,8 +298,8 @@ class World(Communicator):
         return f"rank {self.rank} of {self.size} {self._location}"
 
 
-def world(timeout_s: float = TIMEOUT_S) -> World:
-    """Start MPI, unless it runs already, and join all ranks of the job; call it on every rank.
+def open_world(timeout_s: float = TIMEOUT_S) -> MPIWorld:
+    """Return the world of all ranks of the job, after starting MPI; call it on every rank.
 
     Under a launcher (srun, mpirun) the world has the launcher's ranks; otherwise it has one rank.
 
@@ -304,19 +308,19 @@ def world(timeout_s: float = TIMEOUT_S) -> World:
         together
     """
     try:
-        return _world(timeout_s)
+        return _open_world(timeout_s)
     except LaunchError as error:
-        sys.excepthook = uncaught.once(error)
+        sys.excepthook = exception_reports.once(error)
         raise
     except WaitTimeoutError as error:  # MPI_Finalize would wait, too
         from mpi4py import MPI
 
-        uncaught.write_stderr(f"mpigossip.world(): {error}; ending the job")
+        exception_reports.write_stderr(f"mpigossip.world(): {error}; ending the job")
         process.abort(MPI.COMM_WORLD, FAILED)
         raise
 
 
-def _world(timeout_s: float) -> World:
+def _open_world(timeout_s: float) -> MPIWorld:
     process.check_process()
     if "mpi4py.MPI" not in sys.modules:
         process.before_mpi(timeout_s=timeout_s)
@@ -337,7 +341,7 @@ def _world(timeout_s: float) -> World:
     check_launcher(MPI.COMM_WORLD.size, MPI.Get_library_version(), os.environ)
     check_alone(MPI.COMM_WORLD.size, os.environ, multiprocessing.current_process()._identity)
     restore = sharp_timers()
-    opened = World(MPI.COMM_WORLD, timeout_s)
+    opened = MPIWorld(MPI.COMM_WORLD, timeout_s)
     opened.after_close.callback(restore)
     process.started()
     return opened
@@ -345,15 +349,18 @@ def _world(timeout_s: float) -> World:
 
 @contextlib.contextmanager
 def _threads_end_the_job(comm: "MPI.Intracomm") -> Iterator[None]:
-    """Abort the job on an exception in a thread, until the world has installed its own hooks."""
+    """Return a context manager in which an uncaught exception of any thread aborts the job.
+
+    The world is opened inside; it then installs hooks of its own.
+    """
     before = threading.excepthook
     name = f"rank {comm.rank} of {comm.size} on {os.uname().nodename}"
 
     def hook(args: threading.ExceptHookArgs) -> None:
         thread = args.thread.name if args.thread else "a thread"
         if args.exc_value is not None:
-            uncaught.write_stderr(
-                uncaught.format_error(args.exc_value, name, where=f" in {thread}")
+            exception_reports.write_stderr(
+                exception_reports.format_error(args.exc_value, name, where=f" in {thread}")
             )
         process.abort(comm, FAILED)
 
@@ -385,7 +392,7 @@ def fault_tolerant(library: str, env: Mapping[str, str]) -> bool:
 
 
 def is_rank_failure(error: BaseException) -> bool:
-    """Return whether ``error`` says that a process failed, or that another rank noticed it."""
+    """Return whether MPI reports by ``error`` that a rank has failed, seen by any rank."""
     from mpi4py import MPI
 
     failure_classes = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
@@ -405,10 +412,10 @@ def is_unspecific(error: BaseException) -> bool:
 def shrunken(comms: "Sequence[MPI.Intracomm]", timeout_s: float) -> "MPI.Intracomm":
     """Revoke all ``comms`` and return a communicator of the survivors of the first; collective.
 
-    Open MPI 5.0 has no Ishrink, so Shrink is called in a thread, which is abandoned if a survivor
-    does not call it.
+    Open MPI 5.0 has no non-blocking form of Shrink. A thread therefore calls Shrink, and is
+    abandoned if a survivor does not call this function.
 
-    :param comms: communicators to revoke
+    :param comms: communicators to revoke; the first one contains all ranks
     :param timeout_s: time limit in seconds
     :raises WaitTimeoutError: if not all survivors call this within the time limit
     """

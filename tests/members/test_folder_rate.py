@@ -2,7 +2,7 @@
 
 import time
 
-from mpigossip.members.rate import describe_slow_folder, seconds_per_round
+from mpigossip.members.folder_rate import describe_slow_folder, seconds_per_round
 from mpigossip.members.records import RecordStore
 from tests.members.storm import begin
 

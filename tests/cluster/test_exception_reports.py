@@ -23,7 +23,9 @@ def mistake(text="give more, 3 is not enough"):
 """
 
 
-PATIENT = "from mpigossip.cluster import uncaught\nuncaught.GATHER_ERRORS_S = 20\n"
+PATIENT = (
+    "from mpigossip.cluster import exception_reports\nexception_reports.GATHER_ERRORS_S = 20\n"
+)
 """Seconds that a rank waits for the errors of the others, so that it reports for all."""
 
 
@@ -68,8 +70,8 @@ def test_an_exception_of_all_ranks_has_one_traceback(mpirun, tmp_path):
 @pytest.mark.both
 def test_a_user_error_sets_the_exit_code_even_if_mpi_ends_late(mpirun, tmp_path):
     body = (
-        "from mpi4py import MPI\nfrom mpigossip.cluster import process, uncaught\n"
-        "uncaught.EXIT_LIMIT_S = 1\nworld = mpigossip.world()\n"
+        "from mpi4py import MPI\nfrom mpigossip.cluster import process, exception_reports\n"
+        "exception_reports.EXIT_LIMIT_S = 1\nworld = mpigossip.world()\n"
         "slow = lambda *_: time.sleep(20)\n"
         "library = type('', (), {'CDLL': lambda *_: type('', (), {'MPI_Finalize': slow})()})()\n"
         "if world.rank == 1: MPI.Finalize, process.ctypes = slow, library\nmistake()\n"

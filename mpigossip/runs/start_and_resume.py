@@ -31,7 +31,7 @@ def run(job: Job, world: World, n: int, resume: Path | None) -> dict[str, Any]:
     :param world: ranks of the run
     :param n: number of nodes
     :param resume: checkpoint to continue from; None: start from step 0
-    :return: the summary on rank 0
+    :return: the summary on rank 0, elsewhere {}
     :raises JobError: on all ranks, if the job has user errors
     """
     world.timeout_s = job.node.timeout_s
@@ -46,8 +46,8 @@ def train(job: Job, world: World, n: int | None = None) -> dict[str, Any]:
 
     :param job: the job
     :param world: ranks of the run
-    :param n: number of nodes; None: the number that the ranks form
-    :return: the summary on rank 0
+    :param n: number of nodes; None: the number of nodes that the ranks of ``world`` form
+    :return: the summary on rank 0, elsewhere {}
     """
     if message := period_problem(job):
         raise JobError(message)
@@ -71,10 +71,10 @@ def _nodes(job: Job, world: World) -> int:
 
 
 def newest(folder: Path, world: World) -> Path | None:
-    """Return the newest complete checkpoint of a run directory.
+    """Return the newest complete checkpoint of a run directory; collective.
 
-    Rank 0 decides, because file systems may differ on other ranks. Newer checkpoints that are
-    damaged are reported and renamed.
+    Rank 0 selects it, because the files may differ on other hosts. If newer checkpoints are
+    damaged, rank 0 reports and renames them.
 
     :param folder: the run directory
     :param world: ranks of the run
@@ -104,9 +104,8 @@ def newest(folder: Path, world: World) -> Path | None:
             for path, problem in damaged.items():
                 new_name = checkpoint.rename_damaged(path).name
                 print_line(
-                    f"{problem}. The run continues from {newest_path}, and keeps the damaged one "
-                    "as "
-                    f"{new_name}"
+                    f"{problem}. The run continues from {newest_path}; the damaged checkpoint was "
+                    f"renamed to {new_name}"
                 )
     return world.broadcast(newest_path)
 
@@ -117,14 +116,17 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
     :param folder: the run directory
     :param overrides: settings "section.key=value" that replace settings of the run's job
     :param world: ranks of the run
-    :param n: number of nodes; None: the number that the MPI ranks form or, without MPI, the number
-        of nodes of the checkpoint
-    :return: the summary on rank 0
+    :param n: number of nodes; None: with MPI, the number of nodes that the ranks form; without MPI,
+        the number of nodes of the checkpoint
+    :return: the summary on rank 0, elsewhere {}
     :raises JobError: if the folder contains no run that can be resumed
     """
     with world.raise_together(UserError):
         if not folder.is_dir():
-            raise JobError(f'"{folder}" is not a run directory: there is no such folder')
+            raise JobError(
+                f'"{folder}" is not a run directory: there is no such folder; give the folder that '
+                "a job names as run.output"
+            )
     with locked(folder, world):
         path = newest(folder, world)
         with world.raise_together(UserError):
@@ -166,7 +168,7 @@ def _job_manifest(path: Path) -> Manifest:
 def _same_job(job: Job, n: int, newest: Path) -> None:
     """Check that a run directory contains a run of this job with this number of nodes.
 
-    If nodes have failed during that run, the number with which it was started is compared.
+    If nodes have failed during that run, ``n`` is compared with the number of nodes at its start.
 
     :param job: the job
     :param n: number of nodes
@@ -193,7 +195,7 @@ def _same_job(job: Job, n: int, newest: Path) -> None:
 
 
 def differing(job: Job, other: Job, excluded: Collection[str] = ()) -> list[str]:
-    """Return one text for each setting in which two jobs differ, with both values.
+    """Return a text with both values for each setting in which two jobs differ.
 
     :param job: the job
     :param other: the job in the run directory

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from mpigossip.cluster.deadline import WaitTimeoutError, sharp_timers
-from mpigossip.cluster.ranks import SingleProcess
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.groups import threads
 from mpigossip.groups.base import GroupError, Single
+from mpigossip.groups.nccl_inside_node import TorchGroup
 from mpigossip.groups.threads import ThreadGroup
-from mpigossip.groups.torch_group import TorchGroup
 from tests.cases import with_world
 from tests.groups.comparison import RIGHT, count_differences, draw_arrays, host_group
 

@@ -21,12 +21,11 @@ SHARE = 0.1
 
 
 def seconds_per_round(disk: RecordStore) -> float:
-    """Measure how long the operations of a round take, without the bytes of the model.
+    """Return the seconds that a round's operations on the folder take, without the model's bytes.
 
     Files with unguessable names are published, read and removed again in the folder `tmp`.
 
     :param disk: folder of a training that has begun
-    :return: seconds
     :raises FolderUnreachable: if the file system fails for too long
     """
     return statistics.median(_round(disk) for _ in range(REPEATS))
@@ -47,7 +46,7 @@ def _round(disk: RecordStore) -> float:
 
 
 def describe_slow_folder(folder_s: float, round_s: float, steps: int) -> str:
-    """Return a warning if a round spends more than a tenth of its time on the folder, or "".
+    """Return a warning if a round spends more than a tenth of its time on the folder; otherwise "".
 
     The smallest sensible number of steps is H = ⌈(1 − s)/s · f/c⌉, where s is `SHARE`, f the
     seconds for operations of the folder, and c the seconds of a step without them.

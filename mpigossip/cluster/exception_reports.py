@@ -35,7 +35,7 @@ EXIT_LIMIT_S = 30
 
 
 def code(error: BaseException | None) -> int:
-    """Return the exit code of the process if ``error`` is not caught."""
+    """Return the exit code with which the process ends if ``error`` is not caught."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
@@ -54,7 +54,8 @@ def format_error(error: BaseException, rank: str = "", every: str = "", where: s
     :param error: the exception
     :param rank: name of the reporting rank; "": all ranks report the same
     :param every: name of all ranks, used in a traceback if ``rank`` is ""
-    :param where: text after the word "exception", such as the thread
+    :param where: text after the word "exception" that says where it occurred, such as " in thread
+        NAME"
     """
     if isinstance(error, KeyboardInterrupt | UserError | Failure):
         frame = None if isinstance(error, KeyboardInterrupt) else user_frame(error)
@@ -67,7 +68,7 @@ def format_error(error: BaseException, rank: str = "", every: str = "", where: s
 
 
 def error_key(error: BaseException) -> bytes:
-    """Return a key that is equal for the same exception on several ranks: type and line."""
+    """Return a key of type and line, which is equal on ranks that end by the same exception."""
     key = type(error).__name__
     # Ranks may raise these at different lines for the same reason.
     if not isinstance(error, KeyboardInterrupt | Failure):
@@ -77,9 +78,12 @@ def error_key(error: BaseException) -> bytes:
 
 
 def errors_of_all_ranks(monitor: WaitMonitor, error: BaseException) -> list[bytes] | None:
-    """Return the :func:`error_key` of each rank's exception, in rank order.
+    """Return the :func:`error_key` of each rank's uncaught exception, in rank order; collective.
 
     The result is None if some ranks continue or wait, or if a rank has failed.
+
+    :param monitor: wait monitor of the world
+    :param error: uncaught exception of this rank
     """
     with contextlib.suppress(ValueError):  # a second Ctrl-C would end only this rank
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -94,7 +98,10 @@ def write_stderr(text: str) -> None:
 
 
 def wait_turn(rank: int) -> None:
-    """Wait for a time that grows with the rank, because the first report ends the job."""
+    """Wait for a time that grows with the rank.
+
+    The first rank that reports its exception ends the job, so the lowest rank should report first.
+    """
     time.sleep(REPORT_INTERVAL_S * min(rank, 20))
 
 
@@ -109,7 +116,7 @@ def exit_with_watchdog(number: int) -> None:
 def once(error: LaunchError) -> Callable:
     """Return an exception hook that reports a failed launch on rank 0 only.
 
-    Without it, each process would report the failure, because each process detects it.
+    Without this hook, each process would report the failure, because each process detects it.
 
     :param error: error of the launch; the previous hook handles other exceptions
     """

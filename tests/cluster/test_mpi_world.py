@@ -1,4 +1,4 @@
-"""cluster/ranks.py: the world, waits, agreements, user errors, and exits without hanging ranks."""
+"""The world of all ranks, waits, agreements, user errors, and exits without hanging ranks."""
 
 import os
 import re
@@ -13,8 +13,9 @@ import pytest
 from mpigossip.cluster import deadline
 from mpigossip.cluster.deadline import Deadline, WaitTimeoutError
 from mpigossip.cluster.launcher import LaunchError, check_launcher, check_library, no_mpi
-from mpigossip.cluster.ranks import SingleProcess, world
+from mpigossip.cluster.mpi_world import open_world
 from mpigossip.cluster.waits import WaitMonitor
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from tests import launch
 from tests.cases import every
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.both
 
 
 def facts(comm):
-    with world() as w:
+    with open_world() as w:
         return (
             w.rank == comm.rank,
             w.size,
@@ -36,7 +37,7 @@ def facts(comm):
 
 
 def agreement_in_the_background(comm):
-    with world() as w:
+    with open_world() as w:
         if w.rank == 1:
             comm.recv(source=0)
         first = w.start_agree(w.rank)
@@ -49,7 +50,7 @@ def agreement_in_the_background(comm):
 
 
 def agreement_with_a_late_rank(comm):
-    with world() as w:
+    with open_world() as w:
         if w.rank == 1:
             comm.recv(source=0)
         late = w.start_agree(w.rank)
@@ -68,25 +69,25 @@ def agreement_with_a_late_rank(comm):
 def one_world_after_another(comm):
     results = []
     for _ in range(10):
-        with world() as w:
+        with open_world() as w:
             if w.rank == 0:
                 time.sleep(0.05)  # the others close before
                 deadline.announce(deadline.WORKING)  # all ranks
                 w.start_agree(5)  # which the others never begin
-        with world(timeout_s=20) as w:
+        with open_world(timeout_s=20) as w:
             results.append(w.agree(w.rank))
     return results
 
 
 def one_works_on_inside(comm):
-    with world(timeout_s=1.0) as w:
+    with open_world(timeout_s=1.0) as w:
         if w.rank == 0:
             time.sleep(3.5)
     return True
 
 
 def barrier_without_all(comm):
-    w = world(timeout_s=0.2)
+    w = open_world(timeout_s=0.2)
     if w.rank == 1:
         comm.recv(source=0)
     try:
@@ -98,7 +99,7 @@ def barrier_without_all(comm):
 
 
 def mistakes(comm, wrong, text):
-    with world() as w:
+    with open_world() as w:
         before = sys.excepthook, threading.excepthook
         try:
             with w.raise_together(JobError, KeyError):
@@ -111,14 +112,14 @@ def mistakes(comm, wrong, text):
 
 
 def other_exceptions_pass(comm):
-    with world() as w, pytest.raises(ZeroDivisionError), w.raise_together(JobError):
+    with open_world() as w, pytest.raises(ZeroDivisionError), w.raise_together(JobError):
         _ = 1 / 0
     return True
 
 
 def hooks_come_back(comm):
     before = sys.excepthook, threading.excepthook
-    w = world()
+    w = open_world()
     during = sys.excepthook, threading.excepthook
     w.close()
     w.close()
@@ -155,14 +156,14 @@ def test_a_world_restores_the_settings_of_the_process(ranks):
 HANGS = """
 import sys, time
 from mpigossip.cluster import collectives
-from mpigossip.cluster.ranks import world
+from mpigossip.cluster.mpi_world import open_world
 collectives.MINIMUM_S, count, plain = 0.2, [0], collectives.TimeoutComm.Dup
 def dup(self):
     count[0] += 1
     if count[0] != int(sys.argv[1]): return plain(self)
     with collectives.bounded_call(self, "MPI's Dup", self.timeout_s): time.sleep(100)
 collectives.TimeoutComm.Dup = dup
-world(timeout_s=0.5)
+open_world(timeout_s=0.5)
 """
 
 
@@ -220,7 +221,7 @@ def test_barrier_has_a_time_limit(ranks):
 def waits_in_a_chain(comm, meeting):
     """Let rank 0 wait for rank 1, which waits for rank 2, which does something else."""
     limit = 3 if comm.rank == 0 else 1  # rank 1 reports its wait after half of its own limit
-    w = world(timeout_s=limit)
+    w = open_world(timeout_s=limit)
     message = None
     if w.rank == 2:
         comm.recv(source=0)
@@ -282,7 +283,7 @@ def test_closing_restores_the_hooks(ranks):
 def script(*lines):
     head = [
         "import sys, threading, time, mpigossip",
-        "from mpigossip.cluster import process, ranks",
+        "from mpigossip.cluster import mpi_world, process, world",
     ]
     return [sys.executable, "-c", "\n".join([*head, *lines])]
 
@@ -428,7 +429,7 @@ def test_a_named_library_that_fails_is_shown_with_remedies():
 def test_missing_mpi_is_a_launch_error(mpirun):
     done = mpirun(
         0,
-        script("try: mpigossip.world()", "except ranks.LaunchError as error: print(error)"),
+        script("try: mpigossip.world()", "except mpi_world.LaunchError as error: print(error)"),
         env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so"},
         timeout=30,
     )
@@ -592,4 +593,4 @@ def test_alone_has_the_interface_of_the_world():
 
 
 def test_alone_abort_ends_the_process(mpirun):
-    assert mpirun(0, script("ranks.SingleProcess().abort(6)"), timeout=30).returncode == 6
+    assert mpirun(0, script("world.SingleProcess().abort(6)"), timeout=30).returncode == 6
