@@ -6,13 +6,14 @@ Each case is a copy of a valid file that is changed at random, in one of two way
 structure is changed (links, sizes, types, counts, names, kinds of files), and the checksums of the
 manifest and of HDF5 are adapted; or bits and bytes are changed, and the checksums are not adapted.
 
-Each file is read in a forked process. The following results are wrong: a hang, a crash, a
-traceback, other values than those that were written, more than 2 s or 200 MB, and the import or
-opening of a file outside. There is one exception: if a byte in a header of HDF5 is changed and the
-checksum is adapted, the file may be valid with another value. Python's audit hook reports what the
-forked process imports and opens, and inotify of the kernel reports what HDF5 opens.
+Each file is read in a forked process. It must be rejected with a message, or give the original
+values; but if a byte in a header of HDF5 was changed and its checksum adapted, the file may also
+give other values. The following results are wrong: a hang, a crash, a traceback, other values than
+the original ones, more than 2 s or 200 MB, an import, and a file opened outside of the folder.
+Python's audit hook reports what the forked process imports and opens, and inotify of the kernel
+reports what HDF5 opens.
 
-If anything is wrong, the exit code is 1, and `--keep` keeps the file.
+If any result is wrong, the exit code is 1. `--keep DIR` copies the wrong cases to DIR.
 """
 
 import argparse
@@ -68,7 +69,10 @@ LATEST = ("v110", "v110")
 
 
 def originals(top: Path) -> None:
-    """Create a folder with valid files of each kind: checkpoint, log, data set."""
+    """Create a subfolder with valid files for each kind: "checkpoint", "log", "data set".
+
+    :param top: folder that does not exist yet
+    """
     for kind in KINDS:
         (top / kind).mkdir(parents=True)
     temporary = checkpoint.begin(top, 3)
@@ -101,7 +105,7 @@ def originals(top: Path) -> None:
 
 
 def outside(top: Path) -> Path:
-    """Create a folder with a file that must not be opened when a forged file is read."""
+    """Create the folder ``top / "outside"``, whose file no forged file may cause to be opened."""
     (top / "outside").mkdir()
     with h5py.File(top / "outside/secret.h5", "w") as secret:
         secret["x"] = np.zeros(500, "<f4")
@@ -109,7 +113,7 @@ def outside(top: Path) -> Path:
 
 
 def hashed(*things: Any) -> str:
-    """Return the SHA-256 of values, arrays and dictionaries of these."""
+    """Return the SHA-256 of values; a value may be an array, or a dictionary of values."""
     sha = hashlib.sha256()
     for thing in things:
         if isinstance(thing, dict):
@@ -123,8 +127,8 @@ def content(kind: str, folder: Path, without: str = "") -> str:
 
     :param kind: kind of the files: "checkpoint", "log" or "data set"
     :param folder: folder with the files
-    :param without: column of a log that is left out
-    :raises StoreError: if the file is refused
+    :param without: column of a log that is not hashed; "": all columns are hashed
+    :raises StoreError: if the package rejects the files
     """
     if kind == "checkpoint":
         if problems := checkpoint.verify(folder):
@@ -147,7 +151,13 @@ def content(kind: str, folder: Path, without: str = "") -> str:
 
 
 class Forger:
-    """Random changes of a copy of valid files. Each method makes a change, and returns its name."""
+    """Random changes of a copy of valid files. Each method makes a change, and returns its name.
+
+    :param kind: kind of the files: "checkpoint", "log" or "data set"
+    :param folder: folder with the copy
+    :param outside: folder that forged links refer to
+    :param draw: random numbers
+    """
 
     def __init__(self, kind: str, folder: Path, outside: Path, draw: random.Random) -> None:
         self.kind = kind
@@ -157,16 +167,16 @@ class Forger:
         self.path = folder / MAIN[kind]
 
     def structure(self) -> str:
-        """Change links, types, sizes, counts or names in an HDF5 file; checksums stay correct."""
+        """Change an object or attribute of an HDF5 file, and adapt all checksums."""
         draw = self.draw
         with h5py.File(self.path, "r+", libver=LATEST) as file:
-            way = draw.choice((self._object, self._object, self._further, self._attribute))
-            said = way(file)
+            change = draw.choice((self._object, self._object, self._add_object, self._attribute))
+            name = change(file)
             for split in ("train", "test") if self.kind == "data set" else ():
                 if summed := self._plain(file, split):
                     file[split].attrs["checksum"] = checksum_of(summed)
         self.sign()
-        return said
+        return name
 
     def _plain(self, file: h5py.File, split: str) -> dict[str, h5py.Dataset]:
         datasets = {}
@@ -180,7 +190,7 @@ class Forger:
         return datasets
 
     def _object(self, file: h5py.File) -> str:
-        """Replace one of the arrays by another kind of object."""
+        """Replace one of the arrays of a valid file by another object, or remove it."""
         path = self.draw.choice(TARGETS[self.kind])
         old = file[path][()]
         if self.kind == "log" and path.startswith("steps/"):
@@ -221,14 +231,14 @@ class Forger:
             "a number": lambda: file.__setitem__(path, 1.5),
             "longer": lambda: made(path, data=np.resize(old, (np.size(old) + 7,))),
         }
-        said = self.draw.choice(list(ways))
-        if said == "longer" and self.kind == "checkpoint" and path == "numbers":
-            said = "missing"
-        ways[said]()
-        return said
+        name = self.draw.choice(list(ways))
+        if name == "longer" and self.kind == "checkpoint" and path == "numbers":
+            name = "missing"
+        ways[name]()
+        return name
 
-    def _further(self, file: h5py.File) -> str:
-        """Add an object that does not belong into the file."""
+    def _add_object(self, file: h5py.File) -> str:
+        """Add an object that valid files do not contain."""
         top = {"checkpoint": "arrays/", "log": "steps/", "data set": "train/"}[self.kind]
         secret = str(self.outside / "secret.h5")
         first = TARGETS[self.kind][0]
@@ -246,11 +256,11 @@ class Forger:
                 "x", (5,), "u1", external=[(str(self.outside / "secret.h5"), 0, 5)]
             ),
         }
-        said = self.draw.choice(list(ways))
-        if said == "many" and self.draw.random() < 0.8:  # It takes seconds, so do it rarely.
-            said = "a circle"
-        ways[said]()
-        return said
+        name = self.draw.choice(list(ways))
+        if name == "many" and self.draw.random() < 0.8:  # It takes seconds, so do it rarely.
+            name = "a circle"
+        ways[name]()
+        return name
 
     def _attribute(self, file: h5py.File) -> str:
         """Remove an attribute, or replace it by a value of another kind."""
@@ -275,7 +285,7 @@ class Forger:
         return f"attribute {name}"
 
     def sign(self) -> None:
-        """Update the manifest of a checkpoint to agree with its files."""
+        """Write the sizes and checksums of a checkpoint's changed files to its manifest."""
         if self.kind != "checkpoint":
             return
         manifest = checkpoint.read_manifest(self.folder)
@@ -288,7 +298,7 @@ class Forger:
         manifests.write(self.folder / checkpoint.MANIFEST, changed)
 
     def manifest(self) -> str:
-        """Change counts and names in a checkpoint's manifest, with a correct checksum."""
+        """Change a count or name in a checkpoint's manifest, and adapt the checksum."""
         draw = self.draw
         path = self.folder / checkpoint.MANIFEST
         with h5py.File(path, "r+", libver=LATEST) as file:
@@ -332,7 +342,7 @@ class Forger:
         return how
 
     def journal(self) -> str:
-        """Add an invalid journal to a log: its sizes are wrong, or it is not a file."""
+        """Add an invalid journal to a log: a pipe, or a journal with wrong sizes."""
         from mpigossip.store import journal
 
         path = journal.pending(self.path)
@@ -345,7 +355,7 @@ class Forger:
         return "journal pages"
 
     def damage(self) -> str:
-        """Flip bits, or cut off, zero, swap or double bytes, without adapting a checksum."""
+        """Flip bits, or cut off, zero, swap or duplicate bytes, without adapting a checksum."""
         draw = self.draw
         file = self.draw.choice(sorted(self.folder.iterdir()))
         data = bytearray(file.read_bytes())
@@ -372,7 +382,7 @@ class Forger:
         return how
 
     def header(self) -> str:
-        """Change a byte in a header of HDF5, and adapt the checksum of the header."""
+        """Change one or three bytes in a header of HDF5, and adapt the checksum of the header."""
         data = bytearray(self.path.read_bytes())
         start, end = self.draw.choice(list(headers(bytes(data))))
         for _ in range(self.draw.choice([1, 1, 1, 3])):
@@ -384,9 +394,12 @@ class Forger:
 
 
 def headers(data: bytes) -> Iterator[tuple[int, int]]:
-    """Yield pairs of offsets for each header with a checksum: its first byte, and its checksum.
+    """Yield the offsets of the first byte and of the checksum of each header in an HDF5 file.
 
-    Headers are the superblock, object headers and B-tree headers.
+    Headers are the superblock and the headers of objects, B-trees, extensible arrays and fractal
+    heaps.
+
+    :param data: content of the file
     """
     ends = {b"BTHD": lambda at: at + 34, b"EAHD": lambda at: at + 68, b"FRHP": lambda at: at + 142}
     for name, end_of in ({b"OHDR": lambda at: _object_end(data, at)} | ends).items():
@@ -437,10 +450,12 @@ def lookup3(data: bytes) -> int:
 
 
 def forked(work: Callable[[], Any], limit: int) -> tuple[Any, float]:
-    """Call a function in a forked process; return its result, and the peak memory in MB.
+    """Call a function in a forked process.
 
-    The result is "hang" if the call takes longer than ``limit`` seconds, and "crash …" if the
-    process ends in another way.
+    :param work: function whose result can be written as JSON
+    :param limit: time limit in seconds
+    :return: result of the function, "hang" after the time limit, or "crash CODE" if the process
+        ends without a result; and the peak memory of the process in MiB
     """
     read, write = os.pipe()
     pid = os.fork()
@@ -460,11 +475,15 @@ def forked(work: Callable[[], Any], limit: int) -> tuple[Any, float]:
     return json.loads(answer) if answer else failure, usage.ru_maxrss / 1024
 
 
-def tried(kind: str, folder: Path, inside: Path) -> tuple[str, float, list[str]]:
-    """Read files; return the answer, the seconds, and a list of forbidden events.
+def read_watched(kind: str, folder: Path, inside: Path) -> tuple[str, float, list[str]]:
+    """Read files, and record forbidden events; called in a forked process.
 
-    The answer is a hash of the content, "refused", or a description of the error. Forbidden events
-    are imports, opened files outside of the folder, and started programs.
+    :param kind: kind of the files: "checkpoint", "log" or "data set"
+    :param folder: folder with the files
+    :param inside: folder whose files may be opened
+    :return: hash of the content, "refused", or "refused without words" if the message is short;
+        seconds; up to three forbidden events: imports of modules outside of the standard library,
+        files opened outside of ``inside``, started programs and network connections
     """
     strays: list[str] = []
     allowed = (str(inside), str(Path(os.__file__).parent / "encodings"), "/proc/self/")
@@ -488,16 +507,20 @@ def tried(kind: str, folder: Path, inside: Path) -> tuple[str, float, list[str]]
 
 
 class Watch:
-    """Watch of a folder by inotify of the kernel, which reports files that any process opens."""
+    """Watch of a folder by inotify of the kernel, which reports files that any process opens.
+
+    :raises OSError: if the kernel does not allow the watch
+    """
 
     def __init__(self, folder: Path) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         self.descriptor = libc.inotify_init1(os.O_NONBLOCK)
         if libc.inotify_add_watch(self.descriptor, os.fsencode(folder), 0x20 | 0x1) < 0:
-            raise OSError(ctypes.get_errno(), "inotify can't watch", str(folder))
+            code = ctypes.get_errno()
+            raise OSError(code, f"inotify cannot watch a folder: {os.strerror(code)}", str(folder))
 
     def seen(self) -> bool:
-        """Return whether a file was opened or read since the last call."""
+        """Return whether a file in the folder was opened or read since the last call."""
         try:
             return bool(os.read(self.descriptor, 1 << 16))
         except BlockingIOError:
@@ -505,12 +528,12 @@ class Watch:
 
 
 def main() -> int:
-    """Forge and read files, and count the results."""
+    """Forge and read files, print the number of cases by result, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", help="one way of forging, such as header")
-    parser.add_argument("--keep", type=Path, help="folder for the files that went wrong")
+    parser.add_argument("--only", help="name of the only method of Forger to use, such as header")
+    parser.add_argument("--keep", type=Path, help="folder for copies of the wrong cases")
     options = parser.parse_args()
     draw = random.Random(options.seed)
     outcomes = Counter()
@@ -519,9 +542,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="forge-") as folder:
         top = Path(folder)
         originals(top / "original")
-        right = {kind: content(kind, top / "original" / kind) for kind in KINDS}
+        expected = {kind: content(kind, top / "original" / kind) for kind in KINDS}
         # A log that lacks a column is valid, because logs differ in their columns.
-        right["missing"] = content("log", top / "original/log", without="loss")
+        expected["missing"] = content("log", top / "original/log", without="loss")
         watch = Watch(outside(top))
         for number in range(options.count):
             kind = KINDS[number % 3]
@@ -538,25 +561,27 @@ def main() -> int:
             way = getattr(forger, options.only) if options.only else draw.choice(ways)
             change = way()
             watch.seen()
-            result, peak = forked(lambda: tried(kind, case, top / "case"), 30)  # noqa: B023
+            work = lambda: read_watched(kind, case, top / "case")  # noqa: B023, E731
+            result, peak = forked(work, 30)
             answer, seconds, strays = (result, 30.0, []) if isinstance(result, str) else result
             opened = watch.seen()
-            loads = answer == right[kind] and way in (forger.damage, forger.header, forger.journal)
-            if (kind, change, answer) == ("log", "missing", right["missing"]):
-                answer = "without that column, the rest as it was"
+            unchanged = answer == expected[kind]
+            loads = unchanged and way in (forger.damage, forger.header, forger.journal)
+            if (kind, change, answer) == ("log", "missing", expected["missing"]):
+                answer = "loads without the column"
                 loads = True
-            if way == forger.header and len(answer) == len(right[kind]) and not loads:
-                answer = "another number or text, with the checksum of its own"
+            if way == forger.header and len(answer) == len(expected[kind]) and not loads:
+                answer = "loads with another value"
                 loads = True
             good = (answer == "refused" or loads) and seconds < SECONDS and peak < MEGABYTES
             good = good and not strays and not opened
-            outcome = "loads as it was" if answer == right[kind] else answer[:80]
+            outcome = "loads with the original values" if unchanged else answer[:80]
             outcomes[f"{way.__name__}: {outcome}"] += 1
             slowest = max(slowest, seconds)
             largest = max(largest, peak)
             if not good:
                 wrong += 1
-                what = "same" if answer == right[kind] else answer
+                what = "original values" if unchanged else answer
                 print(
                     f"WRONG {number} {kind}, {change}: {what}, {seconds} s, {peak} MB, "
                     f"{strays or ('opened outside' if opened else '')}",

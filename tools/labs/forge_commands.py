@@ -8,16 +8,16 @@ tools/labs/forge.py. In addition, texts inside the files are changed, with corre
 environment, summary, counters, facts.
 
 Each case is a run directory whose log or newest checkpoint is forged; in half of the cases, there
-is no other checkpoint. A forged log is read by `log show` and `log export`, and in one of five
-cases by `log plot`, `report` and `resume --simulate`. A forged checkpoint is read by
+is no other checkpoint. A forged log is read by `log show` and `log export`; each of `log plot`,
+`report` and `resume --simulate` reads one of five forged logs. A forged checkpoint is read by
 `checkpoint show|verify|export`, `resume --simulate` and `simulate` of the job.
 
 The following results are wrong, and are printed: a traceback, a hang, an exit code other than 0, 1,
 2 and 75, an exit without a message of mpigossip, an import that the forged file requests, a file
-that is opened outside, and a training that begins at step 0 although there is a checkpoint. Crashes
-of the HDF5 library, which `mpigossip` converts to a message, and control characters in the output
-are counted separately. The exit code is 1 if anything is wrong. Ranks are started by
-MPIGOSSIP_MPIEXEC, as in the tests.
+opened outside of the run directory, and a training that begins at step 0 although there is a
+checkpoint. Crashes of the HDF5 library, which `mpigossip` converts to a message, and control
+characters in the output are counted, but are not wrong. The exit code is 1 if any result is wrong.
+Ranks are started by MPIGOSSIP_MPIEXEC, as in the tests.
 """
 
 import argparse
@@ -97,14 +97,14 @@ VALUES = (
 
 
 class Texts(Forger):
-    """Forger that can also change texts inside the files."""
+    """Forger that can also change the texts and JSON values inside logs and checkpoints."""
 
     def texts(self) -> str:
-        """Change a setting of the job, a counter, a fact, or a value of environment or summary."""
+        """Change a setting of the job, or a value of a log's or checkpoint's JSON texts."""
         return self._log() if self.kind == "log" else self._checkpoint()
 
     def _table(self, table: dict) -> str:
-        """Change, add or remove a value of a dictionary; return a description of the change."""
+        """Change, add or remove a value of ``table`` in place; return a text about the change."""
         key = self.draw.choice([*table, "further"])
         value = self.draw.choice(VALUES)
         if self.draw.random() < 0.2:
@@ -114,7 +114,11 @@ class Texts(Forger):
         return f"{key} = {repr(value)[:30]}"
 
     def _job(self, text: str) -> tuple[str, str]:
-        """Change the value in a line of a job; return the new text and a description."""
+        """Change the value in one line of a job file.
+
+        :param text: text of the job file
+        :return: the new text, and the changed line
+        """
         lines = text.splitlines()
         index = self.draw.choice([k for k, line in enumerate(lines) if " = " in line])
         value = self.draw.choice(VALUES)
@@ -171,13 +175,13 @@ class Texts(Forger):
         return f"{which}: {change}"
 
 
-def ran(words: list[str], out: Path) -> tuple[object, list[str], list[str]]:
-    """Run a command of mpigossip; the caller has to call this in a forked process.
+def run_command(words: list[str], out: Path) -> tuple[object, list[str], list[str]]:
+    """Run a command of mpigossip in this process, which must be a forked one.
 
-    :param words: words of the command
+    :param words: words of the command after "mpigossip"
     :param out: file to which the output of the command is written
-    :return: exit code or traceback; forbidden imports and opened files; checkpoints from which the
-        command has resumed
+    :return: exit code or traceback; forbidden events: imports that a forged file requests, started
+        programs and network connections; checkpoints from which the command has resumed
     """
     strays = list[str]()
     resumed = list[str]()
@@ -210,27 +214,32 @@ def ran(words: list[str], out: Path) -> tuple[object, list[str], list[str]]:
 
 
 def commands(kind: str, run: Path, out: Path) -> list[list[str]]:
-    """Return the commands that read a file of this kind."""
-    there = str(run)
+    """Return the words of the commands that read the forged file.
+
+    :param kind: kind of the forged file: "log" or "checkpoint"
+    :param run: the run directory
+    :param out: folder for files that the commands write
+    """
+    path = str(run)
     if kind == "log":
         return [
-            ["log", "show", there],
-            ["log", "export", there, "--csv", str(out / "a.csv")],
-            ["log", "plot", there, "--out", str(out / "a.png")],
-            ["report", there, "--html", str(out / "a.html")],
-            ["resume", there, "--simulate"],
+            ["log", "show", path],
+            ["log", "export", path, "--csv", str(out / "a.csv")],
+            ["log", "plot", path, "--out", str(out / "a.png")],
+            ["report", path, "--html", str(out / "a.html")],
+            ["resume", path, "--simulate"],
         ]
     return [
-        ["checkpoint", "show", there],
-        ["checkpoint", "verify", there],
-        ["checkpoint", "export", there, "--out", str(out / "a.safetensors")],
-        ["resume", there, "--simulate"],
+        ["checkpoint", "show", path],
+        ["checkpoint", "verify", path],
+        ["checkpoint", "export", path, "--out", str(out / "a.safetensors")],
+        ["resume", path, "--simulate"],
         ["simulate", *JOB, f"run.output={run}"],
     ]
 
 
-def copied(source: str, to: str) -> None:
-    """Copy a file as it is, even if it is a pipe."""
+def copy_or_link(source: str, to: str) -> None:
+    """Copy a regular file; make a hard link to anything else, such as a pipe."""
     if Path(source).is_file():
         shutil.copy2(source, to, follow_symlinks=False)
     else:
@@ -238,11 +247,11 @@ def copied(source: str, to: str) -> None:
 
 
 def on_ranks(run: Path, ranks: int) -> str:
-    """Resume a forged run under the launcher.
+    """Resume a forged run under the launcher, and check how the command ends.
 
     :param run: the run directory
     :param ranks: number of ranks
-    :return: a text about what was wrong; "" if nothing was
+    :return: text about a wrong result; "" if the result is not wrong
     """
     run_on_ranks = launch.Launch(ranks, ["mpigossip", "resume", str(run), "run.steps=6"], REPO)
     with contextlib.closing(run_on_ranks), contextlib.suppress(subprocess.TimeoutExpired):
@@ -250,14 +259,14 @@ def on_ranks(run: Path, ranks: int) -> str:
         err = run_on_ranks.output()[1]
         well = (not code or "mpigossip: " in err) and "Traceback" not in err
         return "" if well else f"exit code {code}: {err[-900:]}"
-    return f"no end: {run_on_ranks.output()[1][-900:]}"
+    return f"the command did not end within {RANKS_S} s: {run_on_ranks.output()[1][-900:]}"
 
 
 def describe_problem(words: list[str], result: object, text: str) -> str:
-    """Describe the problem at the end of a command; return "" if there is none.
+    """Describe the wrong result of a command; return "" if the result is not wrong.
 
     :param words: words of the command
-    :param result: result of :func:`ran`, or a text if the process did not return
+    :param result: result of :func:`run_command`, or "hang" or "crash CODE" from `forked`
     :param text: output of the command
     """
     # A crash of HDF5 is not wrong: `mpigossip` runs such commands in a child process.
@@ -268,68 +277,80 @@ def describe_problem(words: list[str], result: object, text: str) -> str:
     if code not in (0, 1, 2, 75) or "Traceback" in text:
         return f"exit code {code}: {text[-500:]}"
     if code and len(text) < 20:
-        return f"exit code {code} without a word: {text}"
+        return f"exit code {code} without a message: {text}"
     if strays and not trains:
-        return f"strays: {strays[:3]}"
-    return "begins at step 0" if trains and code == 0 and not resumed else ""
+        return f"forbidden events: {strays[:3]}"
+    return "the training begins at step 0" if trains and code == 0 and not resumed else ""
 
 
-def forged(run: Path, kind: str, top: Path, draw: random.Random) -> tuple[str, str]:
+def forge(run: Path, kind: str, top: Path, draw: random.Random) -> tuple[str, str]:
     """Forge the log or the newest checkpoint of a run.
 
-    Return the name of the method of `Texts`, and a description of the change, which is "" if the
-    change was impossible.
+    :param run: the run directory
+    :param kind: file to forge: "log" or "checkpoint"
+    :param top: folder for temporary files, with the folder "outside"
+    :param draw: random numbers
+    :return: name of the method of `Texts`; description of the change, "" if it was impossible
     """
-    place = checkpoint.folder(run, 3)
+    folder = checkpoint.folder(run, 3)
     # Move the log to a separate folder, so that nothing else of the run is changed.
     if kind == "log":
-        place = top / "alone"
-        place.mkdir()
-        (run / "log.h5").rename(place / "log.h5")
-    forger = Texts(kind, place, top / "outside", draw)
+        folder = top / "alone"
+        folder.mkdir()
+        (run / "log.h5").rename(folder / "log.h5")
+    forger = Texts(kind, folder, top / "outside", draw)
     ways = [forger.structure] * 4 + [forger.texts] * 6
     ways += [forger.place, forger.damage, forger.damage, forger.header]
     ways += [forger.manifest] * 2 if kind == "checkpoint" else [forger.journal]
     way = draw.choice(ways)
-    said = ""
+    change = ""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RuntimeError):
-        said = way()
+        change = way()
     if kind == "log":
-        for file in place.iterdir():
+        for file in folder.iterdir():
             file.rename(run / file.name)
-        place.rmdir()
-    return way.__name__, said
+        folder.rmdir()
+    return way.__name__, change
 
 
-def checked(kind: str, run: Path, watch: Watch, top: Path, draw: random.Random):
-    """Run the commands on a forged run; yield name, result and problem ("" if none) of each."""
-    there = commands(kind, run, top / "files")
-    if kind == "log":  # Plots take seconds, so make few.
-        there = there[:2] + [one for one in there[2:] if draw.random() < 0.2]
-    for words in there:
+def check_commands(kind: str, run: Path, watch: Watch, top: Path, draw: random.Random):
+    """Run the commands that read a forged file, and yield their results.
+
+    :param kind: kind of the forged file: "log" or "checkpoint"
+    :param run: the run directory
+    :param watch: watch of a folder whose files must not be opened
+    :param top: folder for temporary files
+    :param draw: random numbers
+    :return: for each command: its name; its exit code, "wrong" or "crash CODE"; a text about the
+        wrong result, "" if it is not wrong
+    """
+    all_words = commands(kind, run, top / "files")
+    if kind == "log":  # These commands take seconds, so run few of them.
+        all_words = all_words[:2] + [words for words in all_words[2:] if draw.random() < 0.2]
+    for words in all_words:
         if words[0] == "resume":
             shutil.rmtree(top / "again", ignore_errors=True)
-            shutil.copytree(run, top / "again", symlinks=True, copy_function=copied)
+            shutil.copytree(run, top / "again", symlinks=True, copy_function=copy_or_link)
             words = [word.replace(str(run), str(top / "again")) for word in words]
         watch.seen()
         out = top / "out"
-        result, _ = forked(lambda: ran(words, out), LIMIT_S)  # noqa: B023
+        result, _ = forked(lambda: run_command(words, out), LIMIT_S)  # noqa: B023
         text = out.read_bytes().decode(errors="replace")
         problem = describe_problem(words, result, text)
         if watch.seen():
-            problem = problem or "opened a file elsewhere"
+            problem = problem or "the command opened a file outside of the run directory"
         name = " ".join(words[:2]) if words[0] in ("log", "checkpoint") else words[0]
-        odd = re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
+        controls = re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
         outcome = "wrong" if problem else result if isinstance(result, str) else result[0]
-        yield name, f"{outcome}{', control characters' if odd else ''}", problem
+        yield name, f"{outcome}{', control characters' if controls else ''}", problem
 
 
 def main() -> int:
-    """Forge, run all commands, and count the results."""
+    """Forge files, run all commands, print the number of cases by result; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="folder for the runs that went wrong")
+    parser.add_argument("--keep", type=Path, help="folder for copies of the wrong cases")
     parser.add_argument("--ranks", action="store_true", help="resume checkpoints on ranks instead")
     options = parser.parse_args()
     os.chdir(REPO)
@@ -344,8 +365,9 @@ def main() -> int:
         watch = Watch(outside(top))
         run = top / "run"
         original = top / "original"
-        begun, _ = forked(lambda: ran(["simulate", *JOB, f"run.output={run}"], top / "out"), 300)
-        assert begun[0] == 0, (top / "out").read_text()
+        words = ["simulate", *JOB, f"run.output={run}"]
+        result, _ = forked(lambda: run_command(words, top / "out"), 300)
+        assert result[0] == 0, (top / "out").read_text()
         for step in (1, 4, 5):
             shutil.rmtree(checkpoint.folder(run, step))
         (top / "files").mkdir()
@@ -355,24 +377,24 @@ def main() -> int:
             kind = "checkpoint" if options.ranks else ("log", "checkpoint")[number % 2]
             if draw.random() < 0.5:
                 shutil.rmtree(checkpoint.folder(run, 2))
-            way, said = forged(run, kind, top, draw)
-            done += bool(said)
-            results = checked(kind, run, watch, top, draw) if said else ()
-            if said and options.ranks:
+            method, change = forge(run, kind, top, draw)
+            done += bool(change)
+            results = check_commands(kind, run, watch, top, draw) if change else ()
+            if change and options.ranks:
                 ranks = draw.choice([1, 3, 3, 4])
                 problem = on_ranks(run, ranks)
-                results = [(f"resume on {ranks}", "wrong" if problem else "well", problem)]
-            for name, came, problem in results:
-                outcomes[f"{kind}, {name}: {came}"] += 1
+                results = [(f"resume on {ranks} ranks", "wrong" if problem else "good", problem)]
+            for name, outcome, problem in results:
+                outcomes[f"{kind}, {name}: {outcome}"] += 1
                 if problem:
                     bad += 1
                     print(
-                        f"WRONG {number} {kind}, {way} {said}, {name}:\n{problem[-1500:]}\n",
+                        f"WRONG {number} {kind}, {method} {change}, {name}:\n{problem[-1500:]}\n",
                         flush=True,
                     )
                     if options.keep:
-                        kept = options.keep / f"{options.seed}-{number}"
-                        shutil.copytree(run, kept, symlinks=True, dirs_exist_ok=True)
+                        copy = options.keep / f"{options.seed}-{number}"
+                        shutil.copytree(run, copy, symlinks=True, dirs_exist_ok=True)
             shutil.rmtree(run)
     for line, count in sorted(outcomes.items()):
         print(f"{count:5}  {line}")

@@ -3,10 +3,11 @@
     python tools/labs/forge_jobs.py [--count 10000] [--steps 200] [--seed 0] [--files 500]
                                     [--minutes M]
 
-Each case is a job file of jobs/ that is changed at random: up to four settings, on the command line
-or in the file, or (in one of five cases) bytes of its text. ``mpigossip simulate … --dry-run``
-reads it in a forked process. Of the valid jobs, ``--steps`` are then trained for ten steps. After
-that, ``--files`` folders of members are forged and read by ``report``, ``replay`` and ``join``.
+In four of five cases, a job file of jobs/ is read with one to four random settings on the command
+line; otherwise, random bytes of its text are changed. ``mpigossip simulate … --dry-run`` reads it
+in a forked process. ``--steps`` of the valid jobs are then trained for ten steps. After that, one
+file in each of ``--files`` folders of members is forged, and ``report``, ``replay`` or ``join``
+reads the folder.
 
 The following results are wrong: a traceback, a crash, an exit code other than 0, 1, 2 and 75, a
 rejection without a message, and an import or a program that a file has requested. A command is slow
@@ -114,8 +115,11 @@ LATE = (
 """Modules that are imported before the first fork, so that forked processes need not do so."""
 
 
-def mutated(draw: random.Random, folder: Path) -> list[str]:
-    """Write a mutated job file to ``folder``; return arguments for it: its path, and settings."""
+def mutate_job(draw: random.Random, folder: Path) -> list[str]:
+    """Write a job file to ``folder``, and change its text or draw random settings.
+
+    :return: arguments of a command: the path of the file, and settings "section.key=value"
+    """
     text = (REPO / "jobs" / f"{draw.choice(JOBS)}.toml").read_text()
     path = folder / "job.toml"
     if draw.random() < 0.2:
@@ -144,7 +148,7 @@ _SHOWN: dict[str, str] = {}
 
 
 def show_job(text: str) -> str:
-    """Return a job file with all defaults."""
+    """Return the text of a job file with all settings, including the defaults."""
     if text not in _SHOWN:
         import tomllib
 
@@ -155,7 +159,7 @@ def show_job(text: str) -> str:
 
 
 def outcome(words: list[str], out: Path) -> tuple[object, float, float, list[str]]:
-    """Run a mpigossip command in this forked process.
+    """Run a command of mpigossip in this process, which must be a forked one.
 
     :param words: arguments of the command
     :param out: file for its standard output and standard error
@@ -190,12 +194,12 @@ def outcome(words: list[str], out: Path) -> tuple[object, float, float, list[str
 
 
 def check(words: list[str], top: Path, limited: bool = True) -> tuple[str, str]:
-    """Run a command in a forked process.
+    """Run a command of mpigossip in a forked process, and judge how it ends.
 
-    :param words: words of the command
-    :param top: folder for its output
-    :param limited: whether the command is slow above the limits of time and memory
-    :return: the outcome ("exit code …", "wrong" or "slow"), and a text about a fault, "" if none
+    :param words: words of the command after "mpigossip"
+    :param top: folder for the file with its output
+    :param limited: whether the limits of time and memory apply
+    :return: "exit code CODE", "wrong" or "slow"; a text about the fault, "" if there is none
     """
     out = top / "out"
     result, _ = forked(lambda: outcome(words, out), LIMIT_S)
@@ -204,22 +208,25 @@ def check(words: list[str], top: Path, limited: bool = True) -> tuple[str, str]:
         return "wrong", f"{result}: {text[-300:]}"
     code, spent, grown, strays = result
     # The command line comes from the user, and may request an import. A file may not.
-    own = any("forged_module" in word or "os:system" in word for word in words)
+    requested = any("forged_module" in word or "os:system" in word for word in words)
     if code not in (0, 1, 2, 75) or "Traceback" in text:
         return "wrong", f"exit code {code}: {text[-1500:]}"
     if code and len(text) < 20:
-        return "wrong", f"exit code {code} without a sentence: {text}"
-    if strays and not own:
-        return "wrong", f"{strays[:3]}"
+        return "wrong", f"exit code {code} without a message: {text}"
+    if strays and not requested:
+        return "wrong", f"forbidden events: {strays[:3]}"
     if limited and (spent > SECONDS or grown > MEGABYTES):
-        return "slow", f"{spent:.1f} s, {grown:.0f} MB more"
+        return "slow", f"{spent:.1f} s, {grown:.0f} MB more than before the fork"
     return f"exit code {code}", ""
 
 
-def forged_members(original: Path, folder: Path, draw: random.Random) -> str:
-    """Copy the folder of a training of members, and forge one of its files.
+def forge_members(original: Path, folder: Path, draw: random.Random) -> str:
+    """Copy the folder of a training of members, and forge one file of the copy.
 
-    Return a description of the change.
+    :param original: folder of the training
+    :param folder: path of the copy
+    :param draw: random numbers
+    :return: path of the forged file in the folder, and the way in which it was forged
     """
     shutil.copytree(original, folder)
     path = draw.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
@@ -250,7 +257,10 @@ def forged_members(original: Path, folder: Path, draw: random.Random) -> str:
 
 
 def main() -> int:
-    """Forge, run the commands, and count the results."""
+    """Forge jobs and folders, run the commands, and print the number of cases by result.
+
+    :return: exit code
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=200)
@@ -276,18 +286,18 @@ def main() -> int:
 
         def count(kind: str, words: list[str], about: str = "", limited: bool = True) -> str:
             nonlocal bad
-            came, fault = check(words, top, limited)
-            counts[f"{kind}: {came}"] += 1
+            result, fault = check(words, top, limited)
+            counts[f"{kind}: {result}"] += 1
             if fault:
-                bad += came == "wrong"
-                print(f"{came.upper()} {about} {' '.join(words)[:600]}\n{fault}\n", flush=True)
-            return came
+                bad += result == "wrong"
+                print(f"{result.upper()} {about} {' '.join(words)[:600]}\n{fault}\n", flush=True)
+            return result
 
         accepted = list[tuple[bytes, list[str]]]()
         for _ in range(options.count):
             if late(0.5):
                 break
-            job, *words = mutated(draw, top)
+            job, *words = mutate_job(draw, top)
             nodes = str(draw.choice([1, 2, 3, 4, 8]))
             if count("dry run", ["simulate", job, "--nodes", nodes, "--dry-run", *words]) == (
                 "exit code 0"
@@ -305,7 +315,7 @@ def main() -> int:
                 limited=False,
             )
         if options.files:
-            begun = [
+            words = [
                 "join",
                 "members",
                 str(REPO / "jobs/digits.toml"),
@@ -317,17 +327,17 @@ def main() -> int:
                 "run.epochs=1",
                 "data.samples=64",
             ]
-            count("members", begun, limited=False)
+            count("members", words, limited=False)
         for number in range(options.files if (top / "members").is_dir() else 0):
             if late(1):
                 break
-            said = forged_members(top / "members", top / "forged", draw)
+            change = forge_members(top / "members", top / "forged", draw)
             words = [
                 ["report", "forged"],
                 ["replay", "forged", "--rounds", "1:2"],
                 ["join", "forged"],
             ][number % 3]
-            count(f"members, {words[0]}", words, said, limited=words[0] == "report")
+            count(f"members, {words[0]}", words, change, limited=words[0] == "report")
             shutil.rmtree(top / "forged")
         os.chdir("/")
     for line, number in sorted(counts.items()):
