@@ -268,8 +268,9 @@ def signals(options, top: Path, draw: random.Random) -> Iterator[Series]:
 
     The run has to end in time with a complete checkpoint. After SIGSTOP, it may take twice the time
     limit node.timeout_s, because the other ranks may wait in two collective calls; a busy machine
-    extends the limit (``tests.launch.patience``). After SIGTERM, the exit code has to be 75, or 0 if the run was at its end. Afterwards, the run is resumed for a
-    few steps; its digest has to equal the digest of an uninterrupted run.
+    extends the limit (``tests.launch.patience``). After SIGTERM, the exit code has to be 75, or 0
+    if the run was at its end. Afterwards, the run is resumed for a few steps; its digest has to
+    equal the digest of an uninterrupted run.
 
     :param options: options of the command line
     :param top: temporary folder
