@@ -21,7 +21,7 @@ from mpigossip.members import outages
 from mpigossip.members.live import FolderExchange
 from mpigossip.members.place import Place, TrainingPlan
 from mpigossip.members.records import RecordStore
-from mpigossip.runs import launch
+from mpigossip.runs import start_and_resume
 from mpigossip.runs.members import join as joining
 from mpigossip.runs.members.join import join
 from mpigossip.runs.members.replay import ReplayMismatch, replay
@@ -149,7 +149,9 @@ def test_fast_members_train_several_chunks_per_round(tmp_path, monkeypatch, algo
 
 def test_only_members_have_a_period_that_follows_speed(tmp_path):
     with pytest.raises(JobError, match='cadence.period = "auto": .*mpigossip join'):
-        launch.train(job("cadence.period=auto", f"run.output={tmp_path}"), SingleProcess(), 2)
+        start_and_resume.train(
+            job("cadence.period=auto", f"run.output={tmp_path}"), SingleProcess(), 2
+        )
 
 
 def test_the_time_of_a_round_excludes_waiting_for_a_chunk(tmp_path, monkeypatch):
