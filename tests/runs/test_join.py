@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mpigossip.cluster.world import SingleProcess
 from torch import nn
 
 from mpigossip import cli
 from mpigossip.analysis.report import stays
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.members import outages
 from mpigossip.members.live import FolderExchange
