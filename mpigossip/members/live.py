@@ -502,7 +502,8 @@ class FolderExchange:
 
     def _measure_chunk(self) -> None:
         """Set the place's seconds per chunk to the median of the last `MEASURED_ROUNDS` rounds."""
-        seconds = self.round_seconds() / self.place.chunks
+        # A subtracted outage may make a short time negative.
+        seconds = max(0.0, self.round_seconds()) / self.place.chunks
         self._chunk_seconds = [*self._chunk_seconds[1 - MEASURED_ROUNDS :], seconds]
         self.place.chunk_s = statistics.median(self._chunk_seconds)
 
