@@ -46,15 +46,19 @@ class FragmentSchedule(NamedTuple):
         return self.fragments == 1 and not self.delay
 
     def due(self, index: int) -> int | None:
-        """Return the fragment sent at step ``index``, counted from 0; None if there is none."""
+        """Return the number of the fragment that is sent at step ``index``; None if there is none.
+
+        Steps are counted from 0.
+        """
         position = index % self.period + 1
         fragment = -(-position * self.fragments // self.period) - 1
         return fragment if (fragment + 1) * self.period // self.fragments == position else None
 
     def arriving(self, index: int) -> int | None:
-        """Return the fragment that is applied at step ``index``; None if there is none or τ = 0.
+        """Return the number of the fragment that is applied at step ``index``.
 
-        The fragment was sent τ = ``delay`` steps before.
+        The fragment was sent τ = ``delay`` steps before. The result is None if no fragment was
+        sent then, or if τ = 0.
         """
         return self.due(index - self.delay) if 0 < self.delay <= index else None
 

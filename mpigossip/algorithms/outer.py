@@ -154,7 +154,7 @@ def _factory(setting: Mapping[str, Any]) -> Callable[[list[torch.Tensor]], torch
         if not (inspect.isclass(make) and issubclass(make, torch.optim.Optimizer)):
             raise JobError(
                 f'algorithm.outer: "{name}" is no optimizer of torch.optim: write {EXAMPLE}, or '
-                '"module:function" for one of your own'
+                '"module:function" for a function of your own'
             )
     kind = torch.optim.Optimizer
     return lambda tensors: build_checked(

@@ -21,7 +21,7 @@ Columns = Sequence[slice]
 
 
 class Fragments(NamedTuple):
-    """Columns of each fragment, the schedule of their exchanges, and the algorithm of these."""
+    """Columns of each fragment, the schedule of the exchanges, and their algorithm."""
 
     schedule: FragmentSchedule
     cuts: Sequence[Sequence[Columns]]
@@ -77,7 +77,7 @@ class FragmentExchange:
             engine.group.on_shards(lambda k: self._apply(engine.vector.x[k], k, arriving, weight))
 
     def send(self, engine: Engine, now: Step) -> None:
-        """Make the step of :meth:`adapt`, then begin the exchange of the due fragment."""
+        """Make the step of :meth:`adapt`, then begin the exchange of the scheduled fragment."""
         self.adapt(engine, now)
         fragment = self.fragments.schedule.due(now.index)
         count = self.fragments.schedule.fragments
@@ -102,7 +102,7 @@ class FragmentExchange:
         self.outbox = out
 
     def receive(self, engine: Engine, now: Step) -> None:
-        """Receive the fragment, unless the schedule has a delay, which `adapt` takes care of."""
+        """Receive the fragment; with a delay, :meth:`adapt` receives it in a later step."""
         if not self.fragments.schedule.delay:
             self.wait(engine)
 
@@ -140,7 +140,7 @@ class FragmentExchange:
             received.zero_()
 
     def parts(self, engine: Engine) -> dict[str, list[torch.Tensor]]:
-        """Return the received values; wait for a fragment in flight."""
+        """Receive a fragment in flight; return the received values that are not applied yet."""
         self.wait(engine)
         if not self.fragments.schedule.delay:
             return {}
@@ -179,7 +179,7 @@ def _blend(x: torch.Tensor, received: torch.Tensor, weight: float) -> None:
 
 
 def _pair_columns(columns: Columns) -> list[tuple[slice, slice]]:
-    """Return pairs of columns of a gathered fragment, and the columns of x that they hold."""
+    """Return pairs (columns of the gathered fragment, columns of x) with the same elements."""
     pairs = []
     begin = 0
     for c in columns:

@@ -97,7 +97,7 @@ def unmeasured(rows: int, value: float = NAN) -> torch.Tensor:
 
 
 def mixed_distance(sent: Sequence, mixed: Sequence, group: Group) -> torch.Tensor:
-    """Return ‖mixed − sent‖ of a message's first vector, (rows,); collective over the slots."""
+    """Return ‖mixed − sent‖ of the first vector for each row, (rows,); collective over slots."""
     per_slot = group.on_shards(lambda k: square_norms(mixed[k][0], sent[k][0]))
     return group.sum_scalars(per_slot).sqrt()[:, 0]
 
@@ -118,7 +118,7 @@ def consensus_distance(x: Sequence[torch.Tensor], mixer: Mixer, group: Group) ->
 def make_record(
     engine: Any, now: Any, loss: torch.Tensor | None, norm: torch.Tensor | None
 ) -> tuple[StepMetrics, dict[str, float]]:
-    """Return the record of the present step, and averages over nodes by name for the cadence.
+    """Return the metrics of a step, and averages over nodes, by name, that the cadence needs.
 
     :param engine: engine that has made the step
     :param now: the step
@@ -253,8 +253,9 @@ def reject_non_finite(
                     f"step {step}: {len(invalid):,} {values} that node {node} was about to "
                     "send are NaN or infinite, the first in "
                     f"{_parameter(engine.vector, segment, columns, int(invalid[0]))}; they "
-                    "were not sent. The cause may be its data, its gradients or a learning rate "
-                    "that is too high: clip the gradients (algorithm.clip_norm = 1.0 in a job), "
+                    "were not sent. The cause may be the data or the gradients of the "
+                    "node, or a learning rate that is too high: clip the gradients "
+                    "(algorithm.clip_norm = 1.0 in a job), "
                     "reduce the learning rate, or let torch.amp.GradScaler skip such steps"
                 )
 

@@ -46,9 +46,9 @@ def gather_full(tensor: Any) -> Any:
 
 
 def part_like(parameter: Any, full: Any) -> Any:
-    """Return this rank's shard of ``full``, if it has the shape of a sharded parameter.
+    """Return this rank's shard of ``full``, sharded like ``parameter``.
 
-    Anything else is returned as it is.
+    ``full`` is returned as it is if ``parameter`` is not sharded, or has another shape.
     """
     if not is_sharded(parameter) or not torch.is_tensor(full) or full.shape != parameter.shape:
         return full
@@ -62,7 +62,7 @@ def part_like(parameter: Any, full: Any) -> Any:
 
 
 def _rows(count: int, slots: int, slot: int) -> tuple[int, int]:
-    """Return the first of a slot's rows, and their number."""
+    """Return the index of the first row in a slot's shard, and the number of its rows."""
     rows_per_slot = -(-count // slots)
     begin = min(rows_per_slot * slot, count)
     return begin, min(rows_per_slot, count - begin)

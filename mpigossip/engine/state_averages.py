@@ -63,7 +63,7 @@ class StateAverages:
     """
 
     def __init__(self, periods: Mapping[str, int], kind: ExchangeKind, arrays: StateArrays):
-        """Keep the arguments.
+        """Store the schedule and the arrays.
 
         :param periods: period of each array, in steps
         :param kind: GOSSIP or GLOBAL, the kind of all these exchanges

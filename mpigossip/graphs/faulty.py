@@ -23,8 +23,8 @@ from mpigossip.graphs.rounds import TOLERANCE, Round, SparseMatrix
 def least_rounds(share: float) -> float:
     """Return the mean number of consecutive rounds in which an item is off: 1/(1 − ``share``).
 
-    It applies if the state of the item is drawn independently in each round. If the state persists,
-    the number is larger.
+    This number holds if the state of the item is drawn independently in each round. If the state
+    persists, the number is larger.
 
     :param share: probability that an item is off in a round
     """

@@ -22,7 +22,7 @@ BLOCK = 1 << 20
 
 
 def usage(graph: Graph) -> Any:
-    """Count the messages from node j (column) to node i (row) in a period.
+    """Count the messages of a period from node j (column) to node i (row).
 
     For a drawn graph, a sample of its rounds is used.
 

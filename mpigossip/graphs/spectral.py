@@ -67,7 +67,7 @@ def _rounds(graph: Graph, count: int, start: int = 0) -> list[Round]:
 
 
 def eigenvalues(graph: Graph, t: int = 0) -> np.ndarray:
-    """Return all n eigenvalues of W(t), complex, in the order of falling modulus.
+    """Return all n eigenvalues of W(t), complex, in the order of decreasing modulus.
 
     If W is symmetric, their imaginary parts are exactly zero.
     """

@@ -234,7 +234,7 @@ def quadratic_limit(
 
 
 def diameter(graph: Graph) -> int | None:
-    """Return the largest number of hops between two nodes; None if some cannot be reached.
+    """Return the largest number of hops between two nodes; None if no path joins some pair.
 
     A message moves from j to i along the edges of all rounds in which i receives from j. For a
     drawn graph, a sample of its rounds is used.

@@ -122,8 +122,8 @@ class Group(Protocol):
     def to_first(self, per_slot: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return the arrays of all slots, in slot order, in the node's first process.
 
-        All other processes return None. The arrays must have equal shapes and dtypes; those of
-        other processes are copies on the CPU.
+        All other processes return None. The arrays must have equal shapes and dtypes; arrays
+        of other processes are copies on the CPU.
         """
         return list(per_slot)
 

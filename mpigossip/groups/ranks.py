@@ -163,7 +163,7 @@ class RankGroup:
         return local_arrays
 
     def _all(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the arrays of all slots; ``full`` are the local ones or their first rows."""
+        """Return the arrays of all slots; ``full`` are the local arrays or their first rows."""
         arrays = self._all_arrays.get(full[0].data_ptr())
         if arrays is None or arrays[0].shape[1] != full[0].shape[1]:
             raise GroupError(

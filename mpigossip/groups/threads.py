@@ -118,7 +118,7 @@ class ThreadGroup(Group):
 
         After a failure, the other slots may take `GRACE_S` seconds more.
 
-        :raises WaitTimeoutError: if a slot does not finish in time; it names the slot
+        :raises WaitTimeoutError: if a slot does not finish in time; the message names the slot
         """
         done: queue.SimpleQueue = queue.SimpleQueue()
         self._open, missing = done, {*range(1, self.slots)}

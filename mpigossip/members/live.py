@@ -148,7 +148,7 @@ def _read_shard(place: Place, version: Round, shard: Shard) -> NodeState:
     disk = place.disk
     owner = os.lstat(disk.path(f"models/{shard.file}")).st_uid
     if not disk.shared and owner != os.getuid():
-        raise StoreError(f"it belongs to user {owner}; add --shared to use files of other users")
+        raise StoreError(f"it belongs to user {owner}; give --shared to use files of other users")
     entry = Entry(version.place, shard.file, shard.bytes, shard.checksum, shard.parameters)
     state = checkpoint.read_state(disk.root / "models", entry, version.parameters, version.step)
     if digest(state) != shard.digest:

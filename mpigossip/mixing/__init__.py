@@ -31,12 +31,16 @@ def mixer_class(mixer: str, where: str) -> Any:
     """Return the class of a mixer, an entry of `MIXERS`, and import its module.
 
     :param mixer: name of the mixer, as in `node.mixer`
-    :param where: where the nodes are, as in `MIXERS`
+    :param where: location of the nodes, "process", "ranks", "survivors" or "devices", as in
+        `MIXERS`
     :raises ValueError: if `MIXERS` has no such entry
     """
     if (mixer, where) not in MIXERS:
         available = ", ".join(f'"{name}"' for name, location in MIXERS if location == where)
-        raise ValueError(f'node.mixer = "{mixer}": does not exist for {where}; choose {available}')
+        raise ValueError(
+            f'node.mixer = "{mixer}": there is no such mixer for the location "{where}"; choose '
+            f"{available}"
+        )
     module, _, name = MIXERS[mixer, where].rpartition(".")
     try:
         return getattr(import_module(f"mpigossip.mixing.{module}"), name)
@@ -47,7 +51,7 @@ def mixer_class(mixer: str, where: str) -> Any:
 
 
 def close_mixer(mixer: Mixer) -> None:
-    """Close a mixer and the mixers that were opened for the state of the local step; collective."""
+    """Close the mixer of the model, and its mixers for the local step's state; collective."""
     mixer.close()
     for other in mixer.state_mixers.values():
         other.close()

@@ -105,8 +105,8 @@ class MessageLayout:
     def fields(self) -> list[tuple[int, slice]]:
         """Vectors and then scalars of a slot, in the order in which they are sent.
 
-        Each is described by a pair: its index, with which scalars follow vectors, and the slice of
-        all of its elements.
+        Each of them is described by a pair: its index, which counts scalars after all vectors, and
+        the slice of all its elements.
         """
         vectors = [(k, slice(0, self.widths[0])) for k in range(self.vectors)]
         return vectors + [(self.vectors + k, slice(0, 1)) for k in range(self.scalars)]
@@ -141,7 +141,7 @@ class MessageLayout:
     def slot_views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the vectors and scalars of one slot's message as views of its memory.
 
-        ``memory`` is an uint8 array (``slot_bytes``,). The views have one row, for one node.
+        ``memory`` is a uint8 array (``slot_bytes``,). Each view has the shape (1, elements).
         """
         floats, *doubles = (memory[part].view(dtype) for dtype, part in self.slot_parts)
         vectors = floats.view(self.vectors, 1, self.widths[0]).unbind()
@@ -150,12 +150,13 @@ class MessageLayout:
     def views(self, memory: torch.Tensor) -> MessageArrays:
         """Return the vectors and scalars of one node's message as views of its memory.
 
-        ``memory`` is an uint8 array (``nbytes``,). The views have one row.
+        ``memory`` is a uint8 array (``nbytes``,). The result has a tuple for each slot, whose views
+        have the shape (1, elements).
         """
         return [self.slot_views(slot_memory) for slot_memory in memory.split(self.slot_bytes)]
 
     def empty(self, rows: int) -> MessageArrays:
-        """Return new uninitialized arrays for ``rows`` nodes, each on the device of its slot."""
+        """Return uninitialized arrays for the messages of ``rows`` nodes, on the slots' devices."""
         devices = self.devices or ("cpu",) * len(self.widths)
         arrays = []
         for width, device in zip(self.widths, devices, strict=True):
@@ -273,9 +274,9 @@ class Mixer:
         raise NotImplementedError
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the exact mean over all nodes, an array (p,); collective.
+        """Return the exact mean of ``x`` over all nodes, an array (p,); collective.
 
-        It is summed in node order, so that it is bitwise identical on all ranks.
+        The rows are summed in node order, so that the mean is bitwise identical on all ranks.
 
         :param x: array (rows, p) with one row for each local node
         """
@@ -317,7 +318,7 @@ class Mixer:
 
 
 def is_average(graph, t: int) -> bool:
-    """Return whether W(t) = 11ᵀ/n, so that round t is one global average (n > 2)."""
+    """Return whether round t is a global average: W(t) = 11ᵀ/n, with n > 2 nodes."""
     if graph.n <= 2 or graph.degree < graph.n - 1:
         return False
     if graph.complete:

@@ -83,10 +83,12 @@ def _draw_order(key: tuple[int, ...], n: int) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def _end_times(faults: Faults, block: int) -> np.ndarray:
-    """Return the times at which nodes end their rounds, an array (meet, n).
+    """Return the times T_i(t) of :meth:`Faults.ages`, an array (meet, n) by round and node.
 
-    They are T_i(t) of :meth:`Faults.ages`, for the ``meet`` rounds from one wait of all nodes for
-    each other to the next. ``block`` is the number of such waits before.
+    They are computed for the ``meet`` rounds from one wait of all nodes for each other to the next.
+
+    :param faults: schedule of slow nodes
+    :param block: number of waits of all nodes for each other before these rounds
     """
     first = block * faults.meet
     return np.cumsum([faults.costs(t) for t in range(first, first + faults.meet)], axis=0)
@@ -101,7 +103,7 @@ def readers(graph, node: int) -> list[int]:
 
 
 def flow(weight: float, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the change of a node towards another: weight · (other − own), a new array."""
+    """Return the change of a model towards another: weight · (other − own), a new array."""
     return torch.sub(other, own).mul_(weight)
 
 
@@ -228,7 +230,7 @@ class Delayed(Simulated):
     def pending(self) -> MessageArrays:
         """Return the change of the sum of all models by the corrections that are still in flight.
 
-        It has the arrays of a message with one row: (1, p) for each vector of each slot.
+        The result has the arrays of a message with one row: (1, p) for each vector of each slot.
         """
         total = [torch.zeros_like(part[:1]) for part in _flat(self._out)]
         for correction in self._in_flight:

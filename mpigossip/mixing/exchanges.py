@@ -64,7 +64,7 @@ class Exchange:
 
 
 class Local(Exchange):
-    """Exchange with no other rank: the result is the own message."""
+    """Exchange with no other rank: the result is this rank's message."""
 
     def finish(self, into: torch.Tensor | None = None) -> MessageArrays:
         return self._buffers.out

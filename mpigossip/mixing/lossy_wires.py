@@ -207,6 +207,8 @@ def top_k(density: float) -> Wire:
     """Return a wire that sends the k = ⌈512 · density⌉ values with the largest |v| of each bucket.
 
     A bucket takes 5 k + 2 bytes.
+
+    :param density: fraction of the 512 values of a bucket that is sent, above 0 and at most 1
     """
     k = math.ceil(BUCKET * density)
 
@@ -260,6 +262,9 @@ def random_k(density: float, seed: int) -> Wire:
     They begin at a random position and wrap around at the end of the bucket, so that each value is
     sent with equal probability. Only the first position has to be sent; independent positions
     would have to be sent one by one.
+
+    :param density: fraction of the 512 values of a bucket that is sent, above 0 and at most 1
+    :param seed: seed of the random positions
     """
     k = math.ceil(BUCKET * density)
 
@@ -301,7 +306,13 @@ WIRES: dict[str, Callable[..., Wire]] = {
 
 
 def wire(name: str = "fp32", levels: int = 127, density: float = 0.01, seed: int = 0) -> Wire:
-    """Build the wire that a job names by `node.wire`, `node.levels` and `node.density`."""
+    """Build the wire that a job names by `node.wire`; a wire ignores options that it lacks.
+
+    :param name: name of the wire, as `node.wire`
+    :param levels: number of positive values of "qsgd", as `node.levels`
+    :param density: fraction of the values that is sent, as `node.density`
+    :param seed: seed of random rounding and of random positions
+    """
     options = {"levels": levels, "density": density, "seed": seed}
     parameters = inspect.signature(WIRES[name]).parameters
     return WIRES[name](**{key: options[key] for key in parameters})

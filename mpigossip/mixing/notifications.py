@@ -35,7 +35,7 @@ AWAITED = {
 
 
 class ProtocolError(RuntimeError):
-    """Error if a notification has an unexpected number, which is a bug of this package."""
+    """Error that a notification has an unexpected number, which is a bug of this package."""
 
 
 class Notifications:
@@ -108,7 +108,10 @@ class Notifications:
             return False
         del self._receives[rank, tag]
         if value[0] != number:
-            raise ProtocolError(f"{AWAITED[tag]}: rank {rank} sent {value[0]} instead of {number}")
+            raise ProtocolError(
+                f"{AWAITED[tag]}: rank {rank} sent {value[0]} instead of {number}; "
+                "this is a bug of mpigossip: report it"
+            )
         # a rank that frees the buffer of round t has only reached round t − 2
         reached = number - 2 * self.per_round if tag == FREE else number
         self._reached[rank] = max(reached, self._reached.get(rank, reached))
@@ -151,7 +154,7 @@ keep_alive: list[Any] = []
 
 
 def ranks_of(keys: Iterable[Any]) -> set[int]:
-    """Return the ranks in the keys of requests: a key is a rank or a tuple that begins with one."""
+    """Return the ranks in the keys of requests; a key is a rank, or a tuple whose first item is."""
     return {key[0] if isinstance(key, tuple) else key for key in keys}
 
 

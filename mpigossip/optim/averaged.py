@@ -160,7 +160,7 @@ def _call(module: nn.Module, batch: Nested, device: torch.device) -> None:
 
 
 def _moved(inputs: Nested, device: torch.device) -> Nested:
-    """Return inputs on ``device``: nested tensors, or an object with `to`, such as a graph."""
+    """Return inputs moved to ``device`` if they are nested tensors or have a method `to`."""
     if isinstance(inputs, torch.Tensor | Mapping | list | tuple):
         return map_tensors(lambda tensor: tensor.to(device), inputs)
     return inputs.to(device) if callable(getattr(inputs, "to", None)) else inputs

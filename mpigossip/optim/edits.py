@@ -84,7 +84,7 @@ class EditDetector:
             raise JobError(self._message)
 
     def end(self) -> None:
-        """Stop the detection, because the exchange was received or cancelled."""
+        """Stop the detection, because the exchange was received or discarded."""
         self.in_flight = self._edited = False
         self._versions = []
         self._sent = ()

@@ -75,7 +75,7 @@ class OptimizerState:
     def __init__(
         self, vector: ModuleParameters, optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        """Keep the flat parameters and the optimizer of each row."""
+        """Store the flat parameters, and the optimizer of each row."""
         self._vector = vector
         self._optimizers = optimizers
 

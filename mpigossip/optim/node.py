@@ -340,7 +340,7 @@ class LoopNode:
         ]
 
     def summary(self, progress: Progress) -> dict[str, Any]:
-        """Return nothing, because the program logs its own metrics."""
+        """Return no summary, because the program logs its own metrics."""
         return {}
 
     def check(self) -> None:

@@ -199,7 +199,7 @@ class RunDirectoryMixin(Wrapper):
         self._own_run("handle_signals").stopper.listen()
 
     def exit(self) -> NoReturn:
-        """Save, and exit with code 75, for which batch scripts requeue a job; collective."""
+        """Save a checkpoint and exit with code 75, for which batch scripts requeue; collective."""
         run = self._own_run("exit")
         self._node.check_not_paused("exit()")
         run.stopped = True

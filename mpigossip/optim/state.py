@@ -287,7 +287,7 @@ def load_kept(saved: NodeState, rank: int, keeps: Mapping[str, Any], draws: bool
 
 
 def dropped_ranks(saved: NodeState, now: int) -> list[str]:
-    """Return a message on what is lost if the number of ranks per node has changed."""
+    """Return a message about state that is lost if the number of ranks per node has changed."""
     before = int(saved.numbers.get("ranks", 1))
     if before == now:
         return []

@@ -161,7 +161,7 @@ def check_method(
 
 
 def check_origin(world: World, state: dict[str, Any], engine: Engine, algorithm: str) -> None:
-    """Report once that ranks resume from the states of others; collective.
+    """Report once that ranks resume from the states of other ranks; collective.
 
     :raises JobError: on all ranks, if the algorithm needs each node's own state, or if a rank has
         loaded another rank's shard

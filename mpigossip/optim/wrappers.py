@@ -71,7 +71,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | Non
 
 
 def _node(world: World | None) -> list[int]:
-    """Return this node's ranks, which are all of torch.distributed; [] for a single rank."""
+    """Return the numbers of this node's ranks in torch.distributed; [] if it has one rank."""
     return [] if world is None or world.nodes.per_node == 1 else [*range(world.nodes.per_node)]
 
 

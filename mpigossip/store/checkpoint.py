@@ -445,9 +445,7 @@ def _node_file(path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
                 owner = {"node": entry.node} | ({} if entry.slot is None else {"slot": entry.slot})
                 if facts != {"format": FORMAT, **owner}:
                     expected = ", ".join(f"{kind} {number}" for kind, number in owner.items())
-                    raise ValueError(
-                        f"its attributes {str(facts)[:100]} differ from format, {expected}"
-                    )
+                    raise ValueError(f"its attributes are {str(facts)[:100]}, not {expected}")
                 names = {"parameters", "arrays", "layout", "numbers"}
                 manifests.only(objects, names | ({"pieces"} if "slot" in owner else set()))
                 parameters = guard.dataset(objects, "parameters")

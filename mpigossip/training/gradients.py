@@ -62,7 +62,7 @@ class FlatGradients:
 
 @torch.no_grad()
 def _write(view: torch.Tensor, parameter: nn.Parameter) -> None:
-    """Write a gradient that autograd has made to its view of the row."""
+    """Copy a gradient that autograd has created to the parameter's view of the row."""
     gradient = parameter.grad
     if gradient is view or gradient is None:
         return

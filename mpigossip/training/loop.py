@@ -128,7 +128,7 @@ class Trainer:
         return [mixed(self.seed, data_step, node, slot) for node, slot in replicas]
 
     def _clip_and_decay(self) -> torch.Tensor | None:
-        """Clip by the norm of the node's whole gradient, then add weight decay.
+        """Clip each node's gradients by the norm of its whole gradient, then add weight decay.
 
         The result is the norms before clipping, (rows,), or None if they are neither needed nor
         measured.

@@ -57,7 +57,7 @@ IN_FLIGHT = 131_072
 
 
 def queue_warning(transport: str, bandwidth: float, queue_s: float) -> str:
-    """Return a warning if the queue of a link is shorter than what a transport keeps in flight.
+    """Return a warning if the queue of a link is too short for a transport's data in flight.
 
     Such a queue overflows, and TCP loses packets: measured rounds took up to 40 % longer than
     bandwidth and latency explain (tools/bench/published/README.md).

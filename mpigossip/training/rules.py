@@ -499,7 +499,7 @@ def _has_too_long_a_delay(parts: JobParts) -> Verdict:
 
 
 def _blends(parts: JobParts) -> Verdict:
-    """Return the setting that blends received averages into x, if there is one."""
+    """Return the setting that blends received averages into x; None if there is none."""
     section = parts.job.algorithm
     if section.blend is not None:
         return {"setting": f"algorithm.blend = {section.blend:g}"}
@@ -513,7 +513,7 @@ def _blends_what_is_kept(parts: JobParts) -> Verdict:
 
 
 def _in_fragments(parts: JobParts) -> Verdict:
-    """Return the setting that makes fragments or delays or blends exchanges, if there is one."""
+    """Return the setting that divides, delays or blends exchanges; None if there is none."""
     schedule = parts.cadence.fragment_schedule
     if schedule.is_whole_model:
         return _blends(parts)
@@ -523,9 +523,9 @@ def _in_fragments(parts: JobParts) -> Verdict:
 
 
 def _is_indivisible(parts: JobParts) -> Verdict:
-    """Return why the algorithm can't exchange fragments, and which algorithms can.
+    """Return the reason why the algorithm can't exchange fragments, and the algorithms that can.
 
-    The result is None if it can.
+    The result is None if it can, or if nothing divides, delays or blends its exchanges.
     """
     setting = _in_fragments(parts)
     if not isinstance(setting, Mapping):
@@ -551,7 +551,7 @@ def _is_indivisible(parts: JobParts) -> Verdict:
 
 
 def _why_indivisible(method: Algorithm) -> str:
-    """Return why an algorithm can't exchange fragments of a model at different steps, or ""."""
+    """Return why an algorithm can't exchange fragments at different steps; "" if it can."""
     if method.local_update is None:
         return (
             "has no separate local step: its step depends on the received messages, while "
@@ -647,7 +647,7 @@ def state_warning(parts: JobParts) -> str:
 
 
 def _averages_state(parts: JobParts) -> Verdict:
-    """Return the setting that averages the local step's state, if the job has it."""
+    """Return the setting that averages the local step's state; None if the job lacks it."""
     periods = parts.job.algorithm.average_state
     return {"setting": _show_average_state(periods)} if periods else None
 

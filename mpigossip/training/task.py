@@ -260,7 +260,7 @@ class Objective:
         return torch.tensor([[float(a), float(b)] for a, b in pairs], dtype=torch.float64)
 
     def prepare(self, data: Any) -> Objective:
-        """Call ``prepare(data)`` of the task if it has such a method; return this object."""
+        """Call ``prepare(data)`` of the task, if it has such a method; return this object."""
         if callable(getattr(self.task, "prepare", None)):
             self.task.prepare(data)  # type: ignore[attr-defined]
         return self
@@ -316,8 +316,8 @@ def make(section: config.TaskSection) -> Objective:
     task = build_checked("task.name", section.name, object, factory, **section.options)
     if not callable(getattr(task, "loss", None)):
         raise JobError(
-            f'task.name = "{section.name}" returned {type(task).__name__}; it should return an '
-            "object with loss(model, batch) -> (loss, {name: (sum, count)})"
+            f'task.name = "{section.name}" returned {type(task).__name__}; return an object '
+            "with the method loss(model, batch) -> (loss, {name: (sum, count)})"
         )
     return Objective(task, section.name)
 

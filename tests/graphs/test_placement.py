@@ -101,7 +101,7 @@ def test_racks_from_host_names_scheduler_and_file(tmp_path):
     ("text", "message"),
     [
         (None, "it can't be read"),
-        ("n1 a b\n", 'the line "n1 a b" isn\'t a host and its rack'),
+        ("n1 a b\n", 'the line "n1 a b" must consist of two words'),
         ("n1 a\n", r"names no rack of host n2 \(1 missing\); add a line: n2 RACK"),
     ],
 )

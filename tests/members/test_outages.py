@@ -356,7 +356,7 @@ def test_a_file_of_another_user_does_not_void_a_claim(tmp_path, monkeypatch):
     disk(root).publish("END", b"content")
     other = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: other)
-    with pytest.raises(StoreError, match="belongs to user.*add --shared"):
+    with pytest.raises(StoreError, match="belongs to user.*give --shared"):
         disk(root, limit_s=0.0).read("END", listed=True)
     assert disk(root, limit_s=0.0, shared=True).read("END") == b"content"
 

@@ -197,7 +197,7 @@ def test_mistakes_raise_messages_on_every_rank(ranks):
         "like is bool of shape (4,) (ndarray)",
         "like is torch.complex64 of shape (4,) (Tensor, torch.strided on cpu)",
         "like is >f8 of shape (4,) (ndarray)",
-        'same_host = "shared": give "read" or "put"',
+        'same_host = "shared": must be "read" or "put"',
         'graph "rong" is unknown; did you mean "ring"?',
         'graph "ring" has 3 nodes, but 2 are needed',
         "rank 1 on {host}: shape is (4,) here, but (3,) on rank 0",

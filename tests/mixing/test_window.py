@@ -238,7 +238,7 @@ def test_mistakes_raise_messages(ranks):
         "get: weights has rank 7, which the graph does not connect to this rank here",
         "update: weights has rank 9, which",
         "update: out is read-only or expanded",
-        "push_weight: open the window with push_sum=True",
+        "push_weight: this Window has no push-sum weight; open it with push_sum=True",
         "update: the weight of rank",
         "accumulate: the weight of rank",
         "flush: this Window is closed; create a new one",

@@ -218,7 +218,7 @@ def test_large_arrays_bypass_the_page_cache_if_possible(tmp_path, monkeypatch, c
 def test_invalid_calls_are_rejected(tmp_path, monkeypatch):
     temporary = checkpoint.begin(tmp_path, 1)
     good = node_state(0)
-    with pytest.raises(ValueError, match="parameters float32"):
+    with pytest.raises(ValueError, match="parameters of type float32"):
         checkpoint.write_node(
             temporary, 0, NodeState(good.parameters[1:], good.names, good.shapes, {}, {})
         )

@@ -91,7 +91,7 @@ FORGED = {
         "arrays/reference.* a type other",
     ),
     "compressed": (squeezed, "not stored contiguously"),
-    "2^40 parameters": (endless, "incomplete in a file of"),
+    "2^40 parameters": (endless, "bytes, but a file of"),
     "text of 2 GB": (long_text, "numbers.* a type other"),
     "nested": (set_dataset("numbers", np.bytes_(b"[" * 100_000)), "recursion"),
     "node": (another, "'node': 1.*, not node 0"),
@@ -121,7 +121,7 @@ MANIFESTS = {
     "n": (lambda m: {"n": 1 << 40}, "lists 3 files"),
     "step": (lambda m: {"step": -5}, "step = -5"),
     "no files": (lambda m: {"n": 0}, "n = 0"),
-    "twice": (lambda m: {"entries": (m.entries[0], *m.entries[:2])}, "row 1 .* for node 0"),
+    "twice": (lambda m: {"entries": (m.entries[0], *m.entries[:2])}, "row 1 .* node 0"),
     "outside": (
         lambda m: {"entries": (m.entries[0]._replace(file="../x.h5"), *m.entries[1:])},
         r'"\.\./x\.h5"',
@@ -164,7 +164,7 @@ def test_a_view_of_other_files_is_rejected(tmp_path):
         opened.create_virtual_dataset("parameters", view)
     data = file.read_bytes()
     file.write_bytes(manifests._header(data[manifests.HEADER :]) + data[manifests.HEADER :])
-    with pytest.raises(StoreError, match="shows 'node-0001.h5' for node 0"):
+    with pytest.raises(StoreError, match="refers to 'node-0001.h5' for node 0"):
         checkpoint.read_manifest(path)
 
 
@@ -242,8 +242,8 @@ LOGS = {
         set_dataset("steps/other", h5py.ExternalLink("/etc/passwd", "/x")),
         "is a .* link",
     ),
-    "order": (unnumbered, "doesn't ascend"),
-    "shape": (set_dataset("steps/one", np.zeros(20)), r"steps/one.*not \(20, 3\)"),
+    "order": (unnumbered, "must ascend"),
+    "shape": (set_dataset("steps/one", np.zeros(20)), r"steps/one.* \(20, 3\)"),
     "group": (lambda file: file.__delitem__("evaluations"), "evaluations/at_step"),
 }
 

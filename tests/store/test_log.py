@@ -149,7 +149,7 @@ def test_invalid_calls_are_rejected_and_change_nothing(tmp_path):
     for invalid, match in (
         ({"loss": good["loss"]}, "append needs"),
         (good | {"more": good["loss"]}, "append needs"),
-        (log_values(range(5, 7), 4), r"\(2, 4\), not \(2, 3\)"),
+        (log_values(range(5, 7), 4), r"\(2, 4\), but must have \(2, 3\)"),
         (good | {"step": np.array([4, 5])}, "ascend from 5"),
         (good | {"step": np.array([6, 6])}, "ascend from 5"),
     ):
@@ -176,7 +176,7 @@ def test_earlier_and_damaged_logs_are_renamed(tmp_path, caplog):
     path.unlink()
     with h5py.File(path, "w") as other:
         other["x"] = 1
-    with pytest.raises(StoreError, match="isn't a log"):
+    with pytest.raises(StoreError, match="not the log of a run"):
         read(path)
     write_log(path, steps=15, first_step=10)
     assert (tmp_path / "log.h5.3").exists()

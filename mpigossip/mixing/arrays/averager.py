@@ -69,7 +69,7 @@ class Averager:
         with world.raise_together(UserError):
             check_default_device("Averager")
             if same_host not in ("read", "put"):
-                raise JobError(f'same_host = "{same_host}": give "read" or "put"')
+                raise JobError(f'same_host = "{same_host}": must be "read" or "put"')
             form = self._form = ArrayForm(like, "Averager")
             self.graph = make_graph(graph, world.size, **options)
         rounds = f"{self.graph!r} with {options}, of first rounds {self.graph.fingerprint[:16]}"
@@ -133,8 +133,8 @@ class Averager:
     def average(self, x: Any, out: Any = None, *, weights: Weights | None = None) -> Any:
         """Start the exchange of the round with ``x``, wait for it and return the weighted average.
 
-        With ``weights``, return Σ_j w_j x_j, summed in the graph's order. All ranks have to give
-        weights in this round, or none; their values may differ between ranks.
+        With ``weights``, return Σ_j w_j x_j, summed in the graph's order. Either all ranks or no
+        rank must pass weights in a round; the values may differ between ranks.
 
         :param x: array with the dtype, shape and device of ``like``
         :param out: array to write the average into, which may be ``x``; None: a new one
@@ -175,7 +175,8 @@ class Averager:
     def sum(self, x: Any, out: Any = None) -> Any:
         """Return the exact sum of integers over all nodes; collective.
 
-        It does not count as a round of the graph. A sum that does not fit the dtype wraps around.
+        The call does not count as a round of the graph. A sum that does not fit the dtype wraps
+        around.
 
         :param x: array with the dtype, shape and device of ``like``
         :param out: array to write the sum into; None: a new one
@@ -202,7 +203,7 @@ class Averager:
     def mean(self, x: Any, out: Any = None) -> Any:
         """Return the mean of ``x`` over nodes, bitwise identical on all of them; collective.
 
-        It does not count as a round of the graph.
+        The call does not count as a round of the graph.
 
         :param x: array with the dtype, shape and device of ``like``
         :param out: array to write the mean into; None: a new one
@@ -236,7 +237,13 @@ class Averager:
             self.close()
 
     def _check_open(self, call: str, array: Any = None, out: Any = None) -> None:
-        """Raise JobError if this object is closed or an array does not match ``like``."""
+        """Check that this object is open, and that arrays match ``like``.
+
+        :param call: name of the public call, for messages
+        :param array: array to exchange; None: there is none
+        :param out: array for the result; None: there is none
+        :raises JobError: if this object is closed, or an array does not match ``like``
+        """
         check_default_device(f"Averager.{call}()")
         if self._closed:
             raise JobError(
@@ -247,7 +254,10 @@ class Averager:
         self._form.check(call, array, out=out)
 
     def _ready(self, call: str, array: Any = None, out: Any = None) -> Any:
-        """Return the mixer; raise JobError as :meth:`_check_open`, and if there is none."""
+        """Return the mixer that averages; it exists only if the arrays hold no integers.
+
+        :raises JobError: if :meth:`_check_open` raises it, or if the arrays hold integers
+        """
         self._check_open(call, array, out)
         if self._mixer is None:
             raise JobError(
@@ -257,7 +267,11 @@ class Averager:
         return self._mixer
 
     def _check_round(self, call: str) -> None:
-        """Raise JobError if an exchange is in flight, or ranks call different Averagers."""
+        """Check that ``call`` may begin a round; collective after an Averager was created.
+
+        :raises JobError: if an exchange is in flight; on all ranks, if ranks make the call on
+            different Averagers
+        """
         if self._open:
             raise JobError(
                 f"{call}: the exchange of round {self.round} is in flight; call finish() first"
@@ -273,14 +287,17 @@ class Averager:
             self._checked_count = len(self._averagers)
 
     def _own_comm(self) -> Any:
-        """Return the communicator of `exchange` and `sum`, which the first of them duplicates."""
+        """Return the communicator of `exchange` and `sum`; the first call duplicates it."""
         if self._comm is None:
             self._comm = self._world.duplicate()
             self._comm.timeout_s = self._world.timeout_s
         return self._comm
 
     def _swap_arrays(self, call: str, x: Any) -> dict[int, torch.Tensor]:
-        """Run a round by messages; return the arrays (p,) of its in-neighbours in host memory."""
+        """Exchange ``x`` in a round by MPI messages; return the received arrays by rank.
+
+        The received arrays are contiguous tensors (p,) in host memory.
+        """
         self._check_open(call, x)
         self._check_round(call)
         rank = self._world.rank

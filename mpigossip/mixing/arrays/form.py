@@ -26,7 +26,10 @@ Weights = Mapping[int, float]
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums are computed: float32 for float16 and bfloat16."""
+    """Return the dtype in which arrays of ``dtype`` are summed.
+
+    It is float32 for float16 and bfloat16; all other dtypes are summed in ``dtype`` itself.
+    """
     return torch.float32 if dtype.is_floating_point and dtype.itemsize == 2 else dtype
 
 
@@ -64,8 +67,11 @@ class ArrayForm:
         return not self.dtype.is_floating_point
 
     def check(self, call: str, *arrays: Any, out: Any = None) -> None:
-        """Check the arguments of a call; None among them is accepted.
+        """Check that the arrays of a call have this form.
 
+        :param call: name of the call, for messages
+        :param arrays: arrays to read; None stands for an array that was not passed
+        :param out: array to write the result into; None: a new one
         :raises JobError: if an array has another form, or ``out`` cannot be written
         """
         for array in (*arrays, out):
@@ -78,7 +84,7 @@ class ArrayForm:
                 raise JobError(
                     f"{call}: an array is {describe(array)}; this {self._owner} was made for "
                     f"{'torch' if self.is_tensor else 'numpy'} arrays of {self.numpy_dtype} and "
-                    f"shape {tuple(self.shape)}"
+                    f"shape {tuple(self.shape)}; convert it"
                 )
         if out is not None and (
             torch._debug_has_internal_overlap(out) == 1
@@ -117,24 +123,25 @@ class ArrayForm:
 def check_equal(world: World, arguments: dict[str, Any]) -> None:
     """Check that all ranks have given the same arguments; collective.
 
-    :param arguments: arguments by name, which can be pickled
-    :raises JobError: on all ranks, if an argument differs from rank 0's
+    :param world: all ranks
+    :param arguments: arguments by name; all of them can be pickled
+    :raises JobError: on all ranks, if an argument of a rank differs from rank 0's
     """
     first = world.broadcast(arguments)
     with world.raise_together(JobError):
         for name in arguments:
             if arguments[name] != first[name]:
                 raise JobError(
-                    f"{name} is {arguments[name]} here, but {first[name]} on rank 0: must be "
-                    "equal on all ranks"
+                    f"{name} is {arguments[name]} here, but {first[name]} on rank 0: pass "
+                    "the same value on all ranks"
                 )
 
 
 def check_weights(call: str, weights: Weights, ranks: Sequence[int], dtype: torch.dtype) -> None:
-    """Check weights that a program has given.
+    """Check the weights that a program has passed to a call.
 
     :param call: name of the call, for messages
-    :param weights: weight of each rank
+    :param weights: weights by rank
     :param ranks: ranks that may have a weight
     :param dtype: dtype of the arrays
     :raises JobError: if another rank has a weight, or an integer array has a weight that is no

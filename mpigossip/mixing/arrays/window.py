@@ -71,7 +71,7 @@ ACCUMULATE = 1
 
 
 class Message:
-    """Value with its push-sum weight, kind and version, in one contiguous memory."""
+    """Value with its push-sum weight, kind and version, in one contiguous block of memory."""
 
     HEAD = 24
     """Size, in bytes, of the kind and the version (int64) and the push-sum weight (float64)."""
@@ -99,7 +99,12 @@ class Message:
         return cls.HEAD + -(-form.count * form.dtype.itemsize // 8) * 8
 
     def apply(self, kind: int, value: torch.Tensor, weight: float) -> None:
-        """Replace the value and the push-sum weight, or add to them, as ``kind`` says."""
+        """Replace the value and the push-sum weight (PUT), or add to them (ACCUMULATE).
+
+        :param kind: PUT or ACCUMULATE
+        :param value: value to store or to add, (p,)
+        :param weight: push-sum weight of ``value``
+        """
         if kind == PUT:
             self.value.copy_(value)
             self.weight[0] = weight
@@ -192,7 +197,8 @@ class Window(WindowAccess):
         :param push_sum: True: each value is sent with a push-sum weight, see :attr:`push_weight`
         :param options: ``weights``, ``seed``, ``lazy`` and the options of the graph, as in a job
         :raises JobError: on all ranks, if ``like`` cannot be exchanged, if an argument is
-            invalid or differs between ranks, or if MPI's windows lack the unified memory model
+            invalid or differs between ranks, if the world survives rank failures, or if MPI's
+            windows lack the unified memory model
         """
         with world.raise_together(UserError):
             check_default_device("Window")
@@ -417,7 +423,7 @@ class Window(WindowAccess):
     def received(self) -> dict:
         """Return a copy of the buffer b_j of each in-neighbour j, by rank, as arrays like ``like``.
 
-        Values that have arrived are applied first.
+        Values that have arrived are applied to the buffers first.
 
         :raises JobError: if the window is closed
         """
@@ -440,8 +446,8 @@ class Window(WindowAccess):
     def versions(self) -> dict[int, int]:
         """Number of `put` and `accumulate` calls of each in-neighbour that its buffer has received.
 
-        It grows until the window is closed; a reset does not change it. :meth:`update`,
-        :meth:`received` and :meth:`get` receive messages.
+        The number of a rank grows until the window is closed; a reset does not change it. A call
+        that has arrived is counted at the next :meth:`update`, :meth:`received` or :meth:`get`.
         """
         return {j: int(buffer.numbers[1]) for j, buffer in self._buffers.items()}
 
@@ -455,7 +461,9 @@ class Window(WindowAccess):
         :raises JobError: if the window was opened without ``push_sum=True``
         """
         if not self.push_sum:
-            raise JobError("push_weight: open the window with push_sum=True")
+            raise JobError(
+                "push_weight: this Window has no push-sum weight; open it with push_sum=True"
+            )
         return self._weight
 
     def close(self) -> None:
@@ -480,7 +488,13 @@ class Window(WindowAccess):
     # -- steps of a call ----------------------------------------------------------------------
 
     def _ready(self, call: str, *arrays: Any, out: Any = None) -> None:
-        """Raise JobError if the window is closed, or an array does not match ``like``."""
+        """Check that the window is open, and that arrays match ``like``.
+
+        :param call: name of the public call, for messages
+        :param arrays: arrays to send or to average
+        :param out: array for the result; None: there is none
+        :raises JobError: if the window is closed, or an array does not match ``like``
+        """
         check_default_device(f"Window.{call}()")
         if not self._open:
             raise JobError(f"{call}: this Window is closed; create a new one")
@@ -488,7 +502,12 @@ class Window(WindowAccess):
         self._form.check(call, *arrays, out=out)
 
     def _neighbours(self, call: str, t: int | None) -> tuple[list[int], list[int]]:
-        """Return the in-neighbours and the out-neighbours of round ``t``, or of any round."""
+        """Return the in-neighbours and the out-neighbours of this rank.
+
+        :param call: name of the public call, for messages
+        :param t: round of the graph; None: the neighbours of all rounds
+        :raises JobError: if the window is closed
+        """
         self._ready(call)
         if t is None:
             return self.in_neighbours, self.out_neighbours
@@ -496,7 +515,11 @@ class Window(WindowAccess):
         return [int(j) for j in sources], [int(j) for j in self.graph.receivers(t, self.rank)]
 
     def _matrix_row(self, t: int | None) -> dict[int, float]:
-        """Return the weights of round ``t``, or of a static graph, at this rank, by rank."""
+        """Return row i of the mixing matrix for this rank i, as weights by rank.
+
+        :param t: round of the graph; None: the only matrix of a static graph
+        :raises JobError: if ``t`` is None and the rounds of the graph differ
+        """
         if t is None and self.graph.period != 1:
             raise JobError(
                 f"update: the rounds of {self.graph!r} differ; give weights={{rank: weight}}, or "
@@ -591,7 +614,8 @@ class Window(WindowAccess):
             if waited >= self._timeout_s:
                 raise WaitTimeoutError(
                     f"get: {called(self._comm, j)} was writing its value during each of {attempts} "
-                    f"reads (waited {waited:.3g} s)"
+                    f"reads (waited {waited:.3g} s): publish less often there, or increase "
+                    "timeout_s of mpigossip.world()"
                 )
             time.sleep(min(1e-3, 1e-5 * attempts))
         self._buffers[j].apply(PUT, copy.value, float(copy.weight[0]))

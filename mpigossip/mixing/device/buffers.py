@@ -234,7 +234,7 @@ class DeviceBuffers:
         return waited
 
     def _swap(self, transport: Transport) -> Callable[[ByRank, ByRank], float]:
-        """Return the transport's swap of device memory; it orders MPI and the streams."""
+        """Return the transport's ``swap`` for device memory, ordered with the slots' streams."""
         if transport.in_main:
             return transport.swap
 

@@ -89,7 +89,7 @@ def empty_cache(devices: Sequence[torch.device]) -> None:
 
 
 def private(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate zeroed memory by a cudaMalloc of its own, as a tensor uint8 (nbytes,).
+    """Allocate zeroed memory by a separate cudaMalloc, as a tensor uint8 (nbytes,).
 
     On the CPU, it is memory of torch.
 
@@ -116,7 +116,7 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
 def message_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate zeroed memory for MPI messages, as a tensor uint8 (nbytes,).
 
-    On a GPU, it is a cudaMalloc of its own, or memory of torch if CuPy is missing.
+    On a GPU, the memory is a separate cudaMalloc, or memory of torch if CuPy is missing.
 
     :raises TransportUnavailable: if the allocation fails
     """
@@ -163,8 +163,8 @@ def agreed(
     :param comm: communicator of the ranks
     :param make: function to call
     :param failures: exceptions of ``make`` that count as a failure; others are raised at once
-    :raises TransportUnavailable: on all ranks, if ``make`` fails on one; the message is that of a
-        rank that failed by itself, if there is one, rather than reached a time limit
+    :raises TransportUnavailable: on all ranks, if ``make`` fails on one. The error has the
+        message of a failed rank; a rank that only reached a time limit is chosen last
     """
     result: Any = None
     failure: tuple[bool, str] | None = None
@@ -199,6 +199,8 @@ def pin(memory: Sequence[torch.Tensor], device: torch.device) -> Callable[[], No
 
     Return a function that unlocks it. Without locked memory, copies are only slower.
 
+    :param memory: arrays in host memory
+    :param device: GPU that copies from and to them; on the CPU, nothing is locked
     :raises TransportUnavailable: if locking fails
     """
     if device.type == "cpu":
@@ -281,7 +283,8 @@ def rdma_writes_ordered(device: torch.device) -> bool:
     if ordering or options & BY_HOST:
         return ordering > 0
     raise TransportUnavailable(
-        f"{device} doesn't order the writes of a network card, and the host can't flush them"
+        f"{device} doesn't order the writes of a network card, and the host can't flush them: "
+        'set node.exchange = "host"'
     )
 
 

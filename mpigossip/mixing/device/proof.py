@@ -62,9 +62,9 @@ def gpu_mpi_works(
 ) -> tuple[bool, str]:
     """Return whether MPI can send memory of all slots' devices on all ranks, with an explanation.
 
-    It is collective, and the first value is equal on all ranks. If the MPI library reports on any
-    rank that it does not support GPU memory, nothing is tried, because a put to GPU memory would
-    then kill the process.
+    The call is collective, and the first value is equal on all ranks. If the MPI library reports on
+    any rank that it does not support GPU memory, nothing is tried, because a put to GPU memory
+    would then kill the process.
 
     :param comm: communicator of the nodes
     :param devices: devices of this rank's slots
@@ -108,9 +108,12 @@ def _first(comm: MPI.Intracomm, text: str) -> str:
 def reported_gpu_support(
     comm: MPI.Intracomm, environ: Mapping[str, str] = os.environ
 ) -> dict[str, bool]:
-    """Return whether the MPI library reports support for GPU memory, for each of several queries.
+    """Return whether the MPI library reports support for GPU memory, by the name of the query.
 
-    The key is the name of the query. No query uses a GPU.
+    No query uses a GPU.
+
+    :param comm: communicator whose info object is queried
+    :param environ: environment variables
     """
     return {
         "mpi_memory_alloc_kinds": _info_says(comm),
@@ -271,7 +274,7 @@ def _ending(code: int) -> str:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that do not make a program a rank of the job."""
+    """Return this process's environment without the variables that make it a rank of the job."""
     return {name: value for name, value in variables.items() if not LAUNCHED.match(name)}
 
 

@@ -12,7 +12,7 @@ from mpigossip.mixing.device.memory import device_context
 def _behind(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
     """Return an event that is complete after all work launched on ``stream`` so far.
 
-    If ``stream`` is None, there is nothing to wait for: return None.
+    Return None if ``stream`` is None, because there is nothing to wait for then.
     """
     if stream is None:
         return None

@@ -47,8 +47,8 @@ def combine(weights: Sequence[float], arrays: Sequence[torch.Tensor], out: torch
     :param weights: one weight for each array
     :param arrays: arrays of equal shape, float32 or bfloat16
     :param out: float32 array for the sum; it may be one of ``arrays``
-    :return: whether the sum was computed. It is not if the kernel does not work on this device, or
-        does not support the number, dtype or memory of the arrays
+    :return: whether the sum was computed. This requires that the kernel works on this device and
+        supports the number, dtypes and memory of the arrays
     """
     for array in (*arrays, out):
         if array.device != out.device or array.dtype not in TYPES or not array.is_contiguous():

@@ -52,7 +52,7 @@ PAUSE_GROWTH = 1.5
 
 
 class NoKernel(RuntimeError):
-    """The native library can't be used; the message says why."""
+    """Error that the native library can't be used; the message says why."""
 
 
 def combine(
@@ -64,8 +64,8 @@ def combine(
     :param arrays: arrays of equal shape
     :param outs: arrays for the result, of the same shape; the first may share its memory with one
         of ``arrays``
-    :return: whether the sum was computed. It is not if there is no library, or unless all arrays
-        are contiguous float32 arrays on the CPU with equal shapes
+    :return: whether the sum was computed. This requires the library, and contiguous float32 arrays
+        on the CPU with equal shapes
     """
     if not _are_supported(arrays, outs):
         return False
@@ -114,7 +114,7 @@ def _call(
 
 @cache
 def library() -> Any:
-    """Return the loaded library, built if necessary, or None; :func:`status` returns the reason."""
+    """Return the library, built if necessary; None if it can't be used (see :func:`status`)."""
     try:
         return _load()
     except NoKernel:

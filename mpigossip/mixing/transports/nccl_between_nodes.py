@@ -1,7 +1,7 @@
 """Transport of GPU memory between nodes by NCCL, with a torch process group for each slot.
 
-Both ends of a transfer know each other from the graph. All that a slot sends and receives in a
-round is therefore one group of NCCL calls. The main thread starts these groups, like the
+The graph determines both ends of each transfer. All that a slot sends and receives in a round is
+therefore one group of NCCL calls. The main thread starts these groups, like the
 collectives inside a node: kernels that wait for other GPUs must be in the same order on all of
 them, otherwise two of them could wait for each other. On CPUs, gloo runs the same code. The
 transport has not been tested between GPUs.
