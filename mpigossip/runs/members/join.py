@@ -243,7 +243,8 @@ class _Watched:
         if records:
             self._log(_of_ranks(records), chunk)
         live = self.live
-        if self.member.done == 2 * self.member.steps:
+        # The second round has just ended.
+        if live.place.round == 3 and not self.member.within:
             live.decide(self._check_round)
         if live.stopping():
             raise StopRequested
@@ -253,7 +254,9 @@ class _Watched:
         place = self.live.place
         seconds = self.live.round_seconds()
         check_lease(place.plan.lease_s, seconds)
-        if warning := describe_slow_folder(self.folder_s, seconds, self.member.steps):
+        if warning := describe_slow_folder(
+            self.folder_s, seconds, self.member.steps * place.chunks
+        ):
             place.report(warning)
 
     def _log(self, record: StepMetrics, chunk: int) -> None:
@@ -283,8 +286,6 @@ class _Watched:
         self.printer.step(self.shown, replace(record, index=steps_done - 1))
         if self.member.done % self.progress.job.log.flush_steps == 0:
             self._retry(self.recorder.flush)
-        if place.round == 3 and not within:
-            check_lease(place.plan.lease_s, self.live.round_seconds())
 
     def __exit__(self, *_) -> None:
         if self.world.rank:
