@@ -18,6 +18,7 @@ from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.combine import weighted_sum
 from mpigossip.mixing.wire import Wire
+from mpigossip.training import shape
 from mpigossip.training.costs import Subject, data_or_stand_in
 from mpigossip.training.machines import CODING_RATE, SUM_RATE, Machine
 from mpigossip.training.time_model import hops
@@ -70,7 +71,8 @@ def examine(
 
     :param what: the job and its sizes
     :param world: all ranks
-    :param given: known values by the names of `WORDS`; None: the value has to be measured
+    :param given: known values by the names of `WORDS`; None: the value has to be measured. A given
+        "combine_rate" or "coding_rate" is the rate of one slot: each slot handles its own shard.
     :param budget_s: seconds that measuring may take, approximately
     :raises JobError: if the job's devices are missing here, and compute_s is not given
     """
@@ -84,9 +86,12 @@ def examine(
         update_s = 0.0
         jitter = 0.0
         sources = dict.fromkeys(("node-local", "update", "jitter"), "not given")
+    slots = shape.slots(what.job, world)
+    names = "combine_rate", "coding_rate"
+    given = {n: slots * v if v and n in names else v for n, v in given.items()}
     # A rate that is measured on this processor does not apply to a GPU.
-    combine_rate = world.nodes.per_node * (_combine_rate(what) if on_cpu else SUM_RATE)
-    coding_rate = 0.0 if on_cpu else world.nodes.per_node * CODING_RATE
+    combine_rate = world.nodes.per_node * _combine_rate(what) if on_cpu else slots * SUM_RATE
+    coding_rate = 0.0 if on_cpu else slots * CODING_RATE
     sources |= dict.fromkeys(("sum", "coding"), "measured" if on_cpu else "assumed")
     summed = given.get("combine_rate") or combine_rate
     work_s = compute_s if on_cpu else 0.0

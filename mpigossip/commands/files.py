@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mpigossip.commands.arguments import command, family, many, print_safe, run_named
+from mpigossip.commands.arguments import command, family, many, print_safe, run_named, size_in_bytes
 from mpigossip.config.errors import OK, WRONG
 
 PACK = """
@@ -156,6 +156,8 @@ def _default_output(run: Path, name: str) -> Path:
 MODEL = """
 mpigossip checkpoint export runs/digits --out model.safetensors
 mpigossip checkpoint export runs/digits --out node2.pt --node 2
+mpigossip checkpoint export runs/a --out a.safetensors --max-shard-size 5GB
+mpigossip checkpoint export runs/a --out a.safetensors --place 3 --round 40
 """
 
 
@@ -177,6 +179,18 @@ def _add_checkpoint(commands) -> None:
     )
     export.add_argument(
         "--node", type=int, metavar="K", help="model of node K; default: the average of all nodes"
+    )
+    export.add_argument(
+        "--max-shard-size",
+        type=size_in_bytes,
+        metavar="SIZE",
+        help="write a larger model to several .safetensors files with an index, as 5GB",
+    )
+    export.add_argument(
+        "--place", type=int, metavar="P", help="model of a member's place, after a round"
+    )
+    export.add_argument(
+        "--round", type=int, metavar="R", help="round of the place; default: the newest stored one"
     )
     trusted = (
         "import the module:factory that the checkpoint names, to add frozen and tied parameters"
@@ -220,7 +234,20 @@ def _verify(options) -> int:
 
 
 def _export_model(options) -> None:
-    from mpigossip.runs.model_export import export
+    from mpigossip.runs.model_export import export, export_round
+    from mpigossip.store import StoreError
 
+    most = options.max_shard_size
+    if options.place is not None:
+        if options.node is not None or options.trust_model:
+            raise StoreError(
+                "--place exports the model of a round, which has no nodes, without importing code: "
+                "omit --node and --trust-model"
+            )
+        folder = run_named(options.path)
+        print_safe(export_round(folder, options.out, options.place, options.round, most))
+        return
+    if options.round is not None:
+        raise StoreError(f"--round {options.round}: name the place that trained it by --place")
     path = _checkpoint_of(options.path)
-    print_safe(export(path, options.out, options.node, options.trust_model))
+    print_safe(export(path, options.out, options.node, options.trust_model, most))

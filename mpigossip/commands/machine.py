@@ -245,8 +245,8 @@ def _add_plan(commands) -> None:
         metavar="PER",
         help='of a periodic average: "one" or one per "tensors"',
     )
-    add("--sum", rate, "B", "rate of adding vectors, such as 300GB/s")
-    add("--coding", rate, "B", "rate of encoding wires, such as 50GB/s")
+    add("--sum", rate, "B", "rate at which a slot adds vectors, such as 300GB/s")
+    add("--coding", rate, "B", "rate at which a slot encodes, such as 50GB/s")
     add("--jitter", share, "P", "standard deviation of computing, such as 5%%")
     add("--period", times, "H", "period of an adaptive cadence")
     add("--seconds", amount, "SECONDS", "approximate time of measuring", default=8.0)
@@ -343,10 +343,9 @@ def _check_plan(options) -> None:
         options.job = None
     if options.job is None and options.parameters is None:
         raise JobError("name a job, such as cifar10-resnet20, or the size of a model: --parameters")
-    if options.parameters is not None and (options.best or options.members):
+    if options.parameters is not None and options.members:
         raise JobError(
-            "--best and --members need a job: omit --parameters, and name a job, such as "
-            "cifar10-resnet20"
+            "--members needs a job: omit --parameters, and name a job, such as cifar10-resnet20"
         )
     if options.members and options.bandwidth is None:
         raise JobError(
@@ -411,17 +410,17 @@ def _subject(options, job):
     from mpigossip.config import JobError
     from mpigossip.training.costs import sized_subject, subject
 
+    element_size = ELEMENT_SIZES[options.dtype or "fp32"]
     if options.parameters is None:
-        if options.dtype or options.buffers:
-            raise JobError("--dtype and --buffers describe a model of --parameters P: give P, too")
-        return subject(job)
+        if options.buffers:
+            raise JobError("--buffers describes a model of --parameters P: give P, too")
+        return subject(job, element_size)
     if options.job is not None:
         raise JobError(f"--parameters replaces the job: omit {options.job}")
     if options.compute is None:
         raise JobError(
             "--parameters needs --compute T: a model of which only the size is known can't be timed"
         )
-    element_size = ELEMENT_SIZES[options.dtype or "fp32"]
     return sized_subject(job, options.parameters, element_size, options.buffers or 0), ""
 
 
@@ -437,11 +436,12 @@ def _best(options, what, machine, epochs) -> None:
     from mpigossip.analysis.plan.best import as_json, proposals, text
     from mpigossip.analysis.plan.quality import Accept
 
-    arguments = options.job, options.settings, what, machine
+    arguments = options.job or SIZED, options.settings, what, machine
     accept = Accept(*options.accept)
     best = {n: proposals(*arguments, n, epochs) for n in options.nodes}
     if options.json:
         print_safe(json.dumps({n: as_json(*proposed, accept) for n, proposed in best.items()}))
         return
-    texts = [text(options.job, *proposed, n, accept) for n, proposed in best.items()]
+    job = options.job or Path("JOB.toml")
+    texts = [text(job, *proposed, n, accept) for n, proposed in best.items()]
     print_safe("\n\n".join(texts))

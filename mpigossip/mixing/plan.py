@@ -96,6 +96,18 @@ class RoundPlan:
         )
 
 
+def ranks_by_host(first_ranks: Sequence[int]) -> Near:
+    """Return for each rank the ranks whose memory it reads, as one set for each host.
+
+    :param first_ranks: for each rank, the lowest rank whose memory it reads; -1: it reads none
+    """
+    hosts: dict[int, list[int]] = {}
+    for rank, first in enumerate(first_ranks):
+        hosts.setdefault(first, []).append(rank)
+    sets = {first: frozenset(ranks) for first, ranks in hosts.items()} | {-1: frozenset()}
+    return [sets[first] for first in first_ranks]
+
+
 def _remote(near: Near, rank: int, nodes: Iterable[Any]) -> list[int]:
     """Return the nodes of ``nodes`` whose memory ``rank`` does not read in place."""
     read = near[rank] if near else ()

@@ -37,6 +37,7 @@ from mpigossip.mixing.plan import (
     chunk_size,
     chunks,
     inbox_buffers,
+    ranks_by_host,
     sums_in_inbox,
 )
 from mpigossip.mixing.progress_thread import ProgressThread
@@ -104,7 +105,7 @@ class Synchronous(RankMixer):
         if same_host == "read" and not on_devices:
             self._shared = share_memory(self._comm, layout.nbytes, timeout_s)
         local_ranks = frozenset(self._shared.local_index) if self._shared else frozenset[int]()
-        self._near: Near = self._comm.allgather(local_ranks)
+        self._near: Near = ranks_by_host(self._comm.allgather(min(local_ranks, default=-1)))
         self._plan = lru_cache(CACHED_PLANS)(
             partial(RoundPlan.of, graph, layout, self.rank, near=self._near, halves=not on_devices)
         )

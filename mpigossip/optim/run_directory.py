@@ -18,6 +18,7 @@ from mpigossip.optim.base import LIGHTNING, Wrapper
 from mpigossip.optim.node import LoopNode
 from mpigossip.runs.lock import locked
 from mpigossip.runs.run import Run
+from mpigossip.runs.snapshot_and_restore import read_manifest
 from mpigossip.runs.start_and_resume import newest
 from mpigossip.runs.survive import Survival
 from mpigossip.store import checkpoint
@@ -38,8 +39,9 @@ def open_run(world: World, job: Job) -> Run:
     folder = job.run.folder
     world.resources.enter_context(locked(folder, world, "run"))
     path = newest(folder, world)
+    manifest = None if path is None else read_manifest(path, world)
     with world.raise_together(UserError):
-        if path is not None and checkpoint.read_manifest(path).meta.get("door") != "loop":
+        if manifest is not None and manifest.meta.get("door") != "loop":
             raise JobError(
                 f'run: "{folder}" contains the run of a job: continue it by `mpigossip resume '
                 f"{folder}`, or choose another folder"
@@ -54,15 +56,15 @@ def open_log(run: Run) -> None:
         loaded a state of its own that is at least as new
     """
     if run.newest is not None:
+        manifest = read_manifest(run.newest, run.world)
         with run.world.raise_together(UserError):
-            _check_loaded(run, run.newest)
+            _check_loaded(run, run.newest, manifest)
         run.newest = None
     run.begin()
 
 
-def _check_loaded(run: Run, path: Path) -> None:
+def _check_loaded(run: Run, path: Path, manifest: checkpoint.Manifest) -> None:
     """Raise JobError unless the program has loaded a state that is at least as new as ``path``."""
-    manifest = checkpoint.read_manifest(path)
     step = run.node.engine.index
     n = run.node.mixer.n
     if step < manifest.step or manifest.n != n:

@@ -22,7 +22,7 @@ from mpigossip.runs.printer import Printer, print_line
 from mpigossip.runs.progress import Progress, Tally, shares
 from mpigossip.runs.recorder import Recorder
 from mpigossip.runs.saver import Saver
-from mpigossip.runs.snapshot_and_restore import restore, snapshot
+from mpigossip.runs.snapshot_and_restore import read_manifest, restore, snapshot
 from mpigossip.runs.stopper import Stopper, end_of_allocation
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
@@ -154,8 +154,8 @@ class Run:
         self.newest = None
         if path is None:
             return 0
+        manifest = read_manifest(path, self.world)
         with self.world.raise_together(UserError):
-            manifest = checkpoint.read_manifest(path)
             exact, messages, numbers = restore(self.node, path, manifest)
             messages = self._remember(manifest) + messages
             if exact and not self.node.mixer.synchronous:

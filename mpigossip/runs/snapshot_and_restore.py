@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from mpigossip.algorithms.methods import same_state
+from mpigossip.cluster.world import World
+from mpigossip.config.errors import UserError
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import NodeLayout, ParameterLayout, is_per_row, join_row, scatter_row
 from mpigossip.groups.base import local_shards
@@ -160,6 +162,22 @@ def plain(tensor: torch.Tensor) -> np.ndarray:
 
 
 # -- from arrays to a node -------------------------------------------------------------------------
+
+
+def read_manifest(path: Path, world: World) -> Manifest:
+    """Read the manifest of a checkpoint on rank 0, and return it on all ranks; collective.
+
+    It has an entry for each node. If n ranks read it, the file system would transfer n² entries.
+
+    :param path: folder of the checkpoint
+    :param world: ranks of the run
+    :raises CollectiveError: on all ranks, if rank 0 cannot read the manifest
+    """
+    manifest = None
+    with world.raise_together(UserError):
+        if world.rank == 0:
+            manifest = checkpoint.read_manifest(path)
+    return world.broadcast(manifest)
 
 
 def restore(

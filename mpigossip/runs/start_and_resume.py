@@ -17,6 +17,7 @@ from mpigossip.runs.lock import locked
 from mpigossip.runs.node import closing
 from mpigossip.runs.printer import print_line
 from mpigossip.runs.run import nodes_requested
+from mpigossip.runs.snapshot_and_restore import read_manifest
 from mpigossip.runs.survive import prepare
 from mpigossip.store import checkpoint
 from mpigossip.store.checkpoint import Manifest
@@ -54,9 +55,11 @@ def train(job: Job, world: World, n: int | None = None) -> dict[str, Any]:
     n = n or _nodes(job, world)
     with locked(job.run.folder, world):
         path = newest(job.run.folder, world)
-        with world.raise_together(UserError):
-            if path is not None:
-                _same_job(job, n, path)
+        if path is not None:
+            manifest = read_manifest(path, world)
+            with world.raise_together(UserError):
+                _check_is_job(manifest, path)
+                _check_same_job(job, n, manifest)
         return run(job, world, n, path)
 
 
@@ -135,7 +138,9 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
                     f'no complete checkpoint in "{folder}"; start the run with '
                     "`mpigossip train JOB.toml`"
                 )
-            manifest = _job_manifest(path)
+        manifest = read_manifest(path, world)
+        with world.raise_together(UserError):
+            _check_is_job(manifest, path)
             job = load(manifest.job, overrides)
             renames = any(setting.strip().startswith("run.output") for setting in overrides)
             if renames and job.run.folder.resolve() != folder.resolve():
@@ -150,32 +155,26 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
         return run(job, world, n or manifest.n, path)
 
 
-def _job_manifest(path: Path) -> Manifest:
-    """Return the manifest of a checkpoint.
-
-    :raises JobError: if a custom loop wrote the checkpoint
-    """
-    manifest = checkpoint.read_manifest(path)
+def _check_is_job(manifest: Manifest, path: Path) -> None:
+    """Raise JobError if a custom loop wrote the checkpoint ``path`` with this manifest."""
     if manifest.meta.get("door") == "loop":
         raise JobError(
             f'"{path.parents[1]}" holds the run of a custom training loop: start that program '
             "again, which continues by optimizer.resume() (`mpigossip checkpoint show` prints its "
             "name)"
         )
-    return manifest
 
 
-def _same_job(job: Job, n: int, newest: Path) -> None:
+def _check_same_job(job: Job, n: int, manifest: Manifest) -> None:
     """Check that a run directory contains a run of this job with this number of nodes.
 
     If nodes have failed during that run, ``n`` is compared with the number of nodes at its start.
 
     :param job: the job
     :param n: number of nodes
-    :param newest: newest checkpoint in the run directory of the job
+    :param manifest: manifest of the newest checkpoint in the run directory of the job
     :raises JobError: if the run belongs to another job, or has another number of nodes
     """
-    manifest = _job_manifest(newest)
     if n != nodes_requested(manifest):
         raise JobError(
             f'run.output: "{job.run.folder}" holds a run of {nodes_requested(manifest)} nodes, '

@@ -15,31 +15,26 @@ causes neither a crash nor wrong numbers.
 
 import errno
 import hashlib
-import io
 import json
 import math
-import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import h5py
 import numpy as np
 
-from mpigossip.store import StoreError, direct, guard, node_state
+from mpigossip.store import StoreError, direct, guard, node_state, rows
 from mpigossip.store import manifest as manifests
 from mpigossip.store.hdf5 import create, reading, sync, write_text, writing
 from mpigossip.store.manifest import FORMAT, MANIFEST, Entry, Manifest, Number
 from mpigossip.store.manifest import read as read_manifest
+from mpigossip.store.node_file import PIECE, node_file
+from mpigossip.store.node_reader import open_node
 from mpigossip.store.node_state import NodeState
-
-PIECE = 1 << 22
-"""Number of parameters that are read at a time."""
 
 
 def folder(run: Path, step: int) -> Path:
@@ -299,8 +294,7 @@ def read_state(path: Path, entry: Entry, length: int, step: int) -> NodeState:
     :param step: step of the checkpoint, which the counters of the file must match
     :raises StoreError: if the file is missing or damaged, or has NaN or infinite values
     """
-    with _node_file(path, entry) as objects:
-        names, shapes = node_state.read_table(guard.rows(objects, "layout", "SiiiV"), length)
+    with node_file(path, entry) as objects:
         arrays, pieces = (
             {
                 name.removeprefix(group): guard.array(objects, name)
@@ -309,16 +303,57 @@ def read_state(path: Path, entry: Entry, length: int, step: int) -> NodeState:
             }
             for group in ("arrays/", "pieces/")
         )
-        numbers = manifests.parse_facts(guard.text(objects, "numbers"), "numbers")
-        manifests.check_counters(numbers, step)
-        parameters = guard.array(objects, "parameters")
-        state = NodeState(parameters, names, shapes, arrays, numbers, entry.slot, pieces)
-        if problem := state.not_finite():
-            raise StoreError(
-                f"{Path(path) / entry.file} has {problem}, which older versions did not reject; to "
-                f"resume from the previous checkpoint, run: mv {path} {path}.damaged"
-            )
-        return state
+        return _state(path, entry, length, step, objects, arrays, pieces)
+
+
+def read_parameters(path: Path, entry: Entry, length: int, step: int) -> tuple[NodeState, str]:
+    """Read the parameters of a file like :func:`read_state`, without its other arrays.
+
+    :return: the state, and the SHA-256 of all arrays of the file and their names, in the order of
+        the names. Only a piece of an array that is not returned is in memory at a time
+    """
+    with node_file(path, entry) as objects:
+        state = _state(path, entry, length, step, objects, {}, {})
+        sha = hashlib.sha256()
+        for name, item in sorted(objects.items()):
+            if isinstance(item, h5py.Dataset) and name not in ("layout", "numbers"):
+                sha.update(name.encode())
+                _hash(sha, state.parameters if name == "parameters" else item)
+        return state, sha.hexdigest()
+
+
+def _hash(sha: Any, data: Any) -> None:
+    """Add the bytes of an array or a dataset to a hash, piece by piece."""
+    if not data.shape or not data.size:
+        sha.update(np.asarray(data[()]).tobytes())
+        return
+    rows_per_piece = max(1, PIECE * len(data) // data.size)
+    for begin in range(0, len(data), rows_per_piece):
+        sha.update(np.ascontiguousarray(data[begin : begin + rows_per_piece]).data)
+
+
+def _state(
+    path: Path,
+    entry: Entry,
+    length: int,
+    step: int,
+    objects: dict[str, Any],
+    arrays: dict[str, np.ndarray],
+    pieces: dict[str, np.ndarray],
+) -> NodeState:
+    """Return the state in an open file, with the given arrays, after a check of its values."""
+    names, shapes = node_state.read_table(guard.rows(objects, "layout", "SiiiV"), length)
+    numbers = manifests.parse_facts(guard.text(objects, "numbers"), "numbers")
+    manifests.check_counters(numbers, step)
+    node_state.sharded_dims(numbers, shapes)
+    parameters = guard.array(objects, "parameters")
+    state = NodeState(parameters, names, shapes, arrays, numbers, entry.slot, pieces)
+    if problem := state.not_finite():
+        raise StoreError(
+            f"{Path(path) / entry.file} has {problem}, which older versions did not reject; to "
+            f"resume from the previous checkpoint, run: mv {path} {path}.damaged"
+        )
+    return state
 
 
 def average(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
@@ -334,6 +369,8 @@ def _joined(parts: Sequence[NodeState]) -> NodeState:
         if two of them contain the same array
     """
     first = parts[0]
+    if rows.is_divided(first):
+        return rows.joined(parts)
     arrays = dict[str, np.ndarray]()
     for part in parts:
         same = (part.names, part.shapes, part.pieces.keys())
@@ -355,11 +392,11 @@ def digest(path: Path) -> str:
     This is the SHA-256 of the parameters of all nodes in node order, as little-endian float32.
     """
     sha = hashlib.sha256()
-    for entry in read_manifest(path).entries:
-        with _node_file(path, entry) as objects:
-            data = guard.dataset(objects, "parameters")
-            for start in range(0, len(data), PIECE):
-                sha.update(data[start : start + PIECE].tobytes())
+    manifest = read_manifest(path)
+    for node in range(manifest.n):
+        with open_node(path, manifest.of(node), manifest.step) as reader:
+            for piece in reader.parameters():
+                sha.update(piece.tobytes())
     return sha.hexdigest()
 
 
@@ -422,53 +459,3 @@ def _problem(path: Path) -> str:
             raise
         return str(error)
     return ""
-
-
-@contextmanager
-def _node_file(path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
-    """Open the file of a node or slot, check it, and yield its arrays and groups by path.
-
-    Its size, checksum and structure are checked.
-    """
-    file_path = Path(path) / entry.file
-    with reading(file_path):
-        try:
-            file = guard.regular(file_path, follow=False)
-        except FileNotFoundError:
-            raise StoreError(
-                f"{file_path} is missing; copy it there or use another checkpoint"
-            ) from None
-        with file:
-            _check_bytes(file_path, file, entry)
-            with guard.opened(file) as (content, objects):
-                facts = guard.attributes(content)
-                owner = {"node": entry.node} | ({} if entry.slot is None else {"slot": entry.slot})
-                if facts != {"format": FORMAT, **owner}:
-                    expected = ", ".join(f"{kind} {number}" for kind, number in owner.items())
-                    raise ValueError(f"its attributes are {str(facts)[:100]}, not {expected}")
-                names = {"parameters", "arrays", "layout", "numbers"}
-                manifests.only(objects, names | ({"pieces"} if "slot" in owner else set()))
-                parameters = guard.dataset(objects, "parameters")
-                if parameters.dtype.str != "<f4" or parameters.shape != (entry.parameters,):
-                    raise ValueError(
-                        f"its parameters have the type {parameters.dtype} and the shape "
-                        f"{parameters.shape}, not float32 and {(entry.parameters,)}"
-                    )
-                yield objects
-
-
-def _check_bytes(path: Path, file: io.FileIO, entry: Entry) -> None:
-    """Raise StoreError unless an open file has the size and the checksum of its entry."""
-    size = os.fstat(file.fileno()).st_size
-    if size != entry.bytes:
-        raise StoreError(
-            f"{path} has {size} bytes, but the manifest lists {entry.bytes}: it is truncated or "
-            "belongs to another checkpoint; copy it again or use another checkpoint"
-        )
-    checksum = f"{direct.crc(file.fileno(), 0, size):08x}"
-    if checksum != entry.checksum:
-        raise StoreError(
-            f"{path} is damaged: its CRC-32 is {checksum}, but the manifest lists "
-            f"{entry.checksum}; copy it again, or use an older checkpoint: `mv "
-            f"{quote(str(path.parent))} {quote(str(path.parent.with_suffix('.damaged')))}`"
-        )

@@ -53,7 +53,9 @@ class Entry(NamedTuple):
 
         In the folder of members, it is the index of the rank.
         """
-        match = re.fullmatch(r"(?:node-\d+|\d{6}-[0-9a-f]{16})-(\d+)\.h5", self.file, re.ASCII)
+        match = re.fullmatch(
+            r"(?:node-\d+|\d{6}-[0-9a-f]{16})-(\d+)(?:\.kept)?\.h5", self.file, re.ASCII
+        )
         return int(match[1]) if match else None
 
 

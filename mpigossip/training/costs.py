@@ -46,11 +46,16 @@ class ModuleSizes:
     """Bytes of an element of a gradient."""
 
 
-def module_sizes(module: torch.nn.Module) -> ModuleSizes:
-    """Return the sizes of a module with float32 parameters."""
+def module_sizes(module: torch.nn.Module, element_size: int = 4) -> ModuleSizes:
+    """Return the sizes of a module.
+
+    :param module: the module
+    :param element_size: bytes of an element of a gradient
+    """
     trained = [p for p in module.parameters() if p.requires_grad]
-    tensors = tuple(4 * p.numel() for p in trained)
-    return ModuleSizes(tensors, sum(b.numel() * b.element_size() for b in module.buffers()))
+    tensors = tuple(element_size * p.numel() for p in trained)
+    buffers = sum(b.numel() * b.element_size() for b in module.buffers())
+    return ModuleSizes(tensors, buffers, element_size)
 
 
 @dataclass(frozen=True)
@@ -76,11 +81,14 @@ class Subject:
         return self.samples // (n if self.shared else 1) // self.per_step
 
 
-def subject(job: Job) -> tuple[Subject, str]:
+def subject(job: Job, element_size: int = 4) -> tuple[Subject, str]:
     """Return the :class:`Subject` of a job, and a note for the user.
 
     The note is "" unless data that are not on this host are replaced by synthetic data, or the
     number of ranks per node is assumed.
+
+    :param job: the job
+    :param element_size: bytes of an element of a gradient in DistributedDataParallel
     """
     data, note = data_or_stand_in(job)
     module = assemble.make_model(job, data, counted=True)
@@ -88,7 +96,8 @@ def subject(job: Job) -> tuple[Subject, str]:
     flat = assemble.lay_out(job, module, slots)
     notes = "; ".join(filter(None, (note, shape.assumed(job))))
     shared = not isinstance(getattr(data, "train", None), Functions)
-    return Subject(job, flat, slots, data.train_size, shared, module_sizes(module)), notes
+    sizes = module_sizes(module, element_size)
+    return Subject(job, flat, slots, data.train_size, shared, sizes), notes
 
 
 def sized_subject(job: Job, parameters: int, element_size: int = 4, buffers: int = 0) -> Subject:

@@ -19,7 +19,7 @@ from mpigossip.graphs.base import random_words
 from mpigossip.mixing.base import ExchangeKind, bytes_per_exchange
 from mpigossip.mixing.delayed import Faults
 from mpigossip.training.assemble import Assembly
-from mpigossip.training.costs import Exchanges
+from mpigossip.training.costs import STEPS, Exchanges
 from mpigossip.training.machines import Machine, named
 
 BACKWARD = 2 / 3
@@ -254,10 +254,30 @@ class Timing:
         return self.steady_s + exchange - hidden + self.waiting_s()
 
     def mean_s(self) -> tuple[float, float]:
-        """Return the mean seconds of exchanges per step, and how many of them overlap."""
+        """Return the mean seconds of exchanges per step, and how many of them overlap.
+
+        The averages of `algorithm.average_state` are included; they do not overlap.
+        """
         costs = [(self.exchange_s(*key), count) for key, count in self.exchanges.counted.items()]
         exchange, hidden = (sum(s[k] * count for s, count in costs) for k in (0, 1))
-        return exchange / self.exchanges.steps, hidden / self.exchanges.steps
+        return exchange / self.exchanges.steps + self.state_s(), hidden / self.exchanges.steps
+
+    def state_s(self) -> float:
+        """Return the mean seconds per step of the averages of `algorithm.average_state`.
+
+        They begin after the exchange of the model, and the step ends after them. The virtual clock
+        does not count them.
+        """
+        averages = self.parts.make_averages()
+        if averages is None:
+            return 0.0
+        parts = replace(self.parts, layout=self.parts.state_layout)
+        exchanges = replace(self.exchanges, parts=parts)
+        timing = Timing(exchanges, self.machine, self._bandwidth, ddp=False)
+        rounds = range(min(parts.graph.period or STEPS, STEPS))
+        kinds = [exchanges.carried_out(averages.kind, t) for t in rounds]
+        seconds = [float(np.max(sum(timing.message_s(*kind)))) for kind in kinds]
+        return sum(seconds) / len(seconds) * sum(1 / p for p in averages.periods.values())
 
     def waiting_s(self) -> float:
         """Return the mean seconds per step in which a node waits for slower nodes.

@@ -156,7 +156,7 @@ def test_the_command_plans_in_one_process(alone, tmp_path):
         (["--nodes", "4", "--parameters", "1.3B"], "--parameters needs --compute"),
         ([JOB, "--nodes", "4", "--parameters", "1M"], "--parameters replaces the job"),
         (["--nodes", "4", "--parameters", "many"], '"many": must be'),
-        ([JOB, "--nodes", "4", "--dtype", "bf16"], "--dtype and --buffers"),
+        ([JOB, "--nodes", "4", "--buffers", "1MB"], "--buffers describes"),
         ([JOB, "--nodes", "4", "--queue", "50ms"], "--queue needs"),
         ([JOB, "--nodes", "4", "--transport", "nccl"], '--transport "nccl"'),
         ([JOB, "--nodes", "4", "--allreduce", "1MB:2ms", "2MB:1ms"], "--allreduce"),
@@ -275,6 +275,62 @@ def test_the_text_names_the_origin_of_each_assumption(capsys):
     assert origins["devices of a node"].endswith("cuda:0  node.devices")
     assert any(line.startswith("warning: the queue of the link") for line in lines)
     assert max(map(len, lines)) <= 80
+
+
+def test_averages_of_state_take_time_and_bytes():
+    """Adam's second moment is averaged every 32nd step, after the exchange of the model."""
+    settings = ["local.name=adamw", "schedule.lr=0.005", "algorithm.style=atc"]
+    plain = subject(assemble.load(JOB, settings))[0]
+    averaged = subject(assemble.load(JOB, [*settings, "algorithm.average_state={second=32}"]))[0]
+    vector = 4 * plain.flat.size
+    message_s = {"one-peer-exponential": 50e-6 + vector / 2.5e6 + vector / 1e9}
+    message_s["ring"] = 50e-6 + 2 * (vector / 2.5e6 + vector / 1e9)
+    for name, seconds in message_s.items():
+        choice = Choice(name, "every")
+        before, after = (predict(what, SLOW, choice, 8, 1) for what in (plain, averaged))
+        assert after.step_s - before.step_s == pytest.approx(seconds / 32)
+        assert after.exchange_s - before.exchange_s == pytest.approx(seconds / 32)
+        assert after.hidden_s == before.hidden_s
+        sent = after.bytes_per_step - before.bytes_per_step
+        assert sent == pytest.approx((2 if name == "ring" else 1) * vector / 32)
+    # A cadence with global averages only averages the moments globally, too.
+    before, after = (
+        predict(what, SLOW, Choice("complete", "cpsgd"), 8, 1) for what in (plain, averaged)
+    )
+    seconds = 6 * 50e-6 + 1.75 * vector / 2.5e6 + vector / 1e9
+    assert after.step_s - before.step_s == pytest.approx(seconds / 32)
+    assert predict(averaged, SLOW, Choice(ALL_REDUCE), 8, 1).step_s == pytest.approx(
+        predict(plain, SLOW, Choice(ALL_REDUCE), 8, 1).step_s
+    )
+
+
+def test_rates_of_adding_and_encoding_count_each_slot(capsys):
+    words = ["plan", "--parameters", "1M", "--nodes", "4", "--compute", "20ms", "--json"]
+
+    def rates(*more):
+        assert not main([*words, *more])
+        machine = json.loads(capsys.readouterr().out)["machine"]
+        return machine["combine_rate"], machine["encode_rate"], machine["decode_rate"]
+
+    assert rates() == (300e9, 50e9, 50e9)
+    assert rates("node.devices=cuda:0-7") == (2400e9, 400e9, 400e9)
+    given = "--sum", "100GB/s", "--coding", "10GB/s"
+    assert rates(*given) == (100e9, 10e9, 10e9)
+    assert rates(*given, "node.devices=cuda:0-3") == (400e9, 40e9, 40e9)
+    assert rates(*given, "node.devices=cpu:2")[0] == 200e9
+    assert rates(*given, "node.devices=cuda:0", "node.ranks_per_node=4")[0] == 400e9
+
+
+def test_rows_name_the_period_of_their_cadence(capsys):
+    words = ["plan", str(JOB), "--nodes", "4", "--compute", "20ms", "--bandwidth", "1Gbit"]
+    words += ["--coding", "1GB/s", "algorithm.style=atc"]
+    assert not main(words)
+    output = capsys.readouterr().out
+    for label in ("every 4 steps", "gossip-pga, every 6 steps", "cpsgd, every 8 steps"):
+        assert f"\n  {label} " in output
+    assert not main([*words, "cadence.name=every", "cadence.period=16"])
+    output = capsys.readouterr().out
+    assert "dsgd, every 16 steps" in output.splitlines()[0] and "\n  cadence always " in output
 
 
 def tokens(shape, classes):

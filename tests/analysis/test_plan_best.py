@@ -1,5 +1,6 @@
 """`mpigossip plan --best`: proposals for a network, and their commands."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from mpigossip.analysis.plan.best import WITHIN, best, proposals, text
 from mpigossip.analysis.plan.quality import EVIDENCE, Accept, nearest
+from mpigossip.cli import main
 from mpigossip.config import JobError
 from mpigossip.training import assemble
 from mpigossip.training.costs import exchanges, subject
@@ -100,9 +102,70 @@ def test_options_of_the_job_s_algorithm_are_removed_for_another_one():
     what = subject(assemble.load(JOB, settings))[0]
     offers, left_out = proposals(JOB, settings, what, machine(1e7), N)
     kept = {proposal.label: list(proposal.job_settings) for proposal in offers}
-    assert kept["dsgd, ring"] == settings
-    assert kept["all-reduce (DDP)"] == settings[:2] == kept["diloco, H = 8"]
+    assert kept["dsgd, ring"] == ["run.seed=3", "algorithm.style=awc"]  # the name is the proposal's
+    assert kept["all-reduce (DDP)"] == settings[:1] == kept["diloco, H = 8"]
     assert not any("unknown key" in why for why in left_out.values())
+
+
+def test_the_printed_command_has_each_key_once():
+    settings = ["cadence.name=cpsgd", "cadence.fragments=4", "cadence.period=16", "run.seed=3"]
+    settings += ["graph.name=ring", "run.seed=4", "graph.lazy=true"]
+    what = subject(assemble.load(JOB, [*settings, "algorithm.name=diloco"]))[0]
+    offers, left_out = proposals(JOB, settings, what, machine(1e7), N)
+    for proposal in offers:
+        keys = [s.partition("=")[0] for s in (*proposal.job_settings, *proposal.settings)]
+        assert len(keys) == len(set(keys)) and "run.seed" in keys
+        job = assemble.load(JOB, [*proposal.job_settings, *proposal.settings])
+        fragments = job.cadence.options.get("fragments", 1)
+        assert fragments == (4 if "4 fragments" in proposal.label else 1), proposal.label
+        assert job.run.seed == 4
+    output = text(JOB, offers, left_out, N, ACCEPT)
+    assert output.count("run.seed") == 1
+
+
+def test_fragments_of_the_job_file_are_undone():
+    where = {"algorithm": {"name": "diloco"}, "cadence": {"name": "cpsgd", "fragments": 8}}
+    what = subject(assemble.load(where))[0]
+    offers = {p.label: p for p in proposals(where, [], what, machine(1e7), N)[0]}
+    for label, fragments in (("diloco, H = 32", 1), ("diloco, H = 32, 4 fragments", 4)):
+        job = assemble.load(where, offers[label].settings)
+        assert job.cadence.options["fragments"] == fragments
+
+
+def test_averages_of_state_are_removed_from_all_reduce_only():
+    settings = ["local.name=adamw", "schedule.lr=0.005", "algorithm.average_state={second=16}"]
+    what = subject(assemble.load(JOB, settings))[0]
+    offers, left_out = proposals(JOB, settings, what, machine(1e7), N)
+    offers = {proposal.label: proposal for proposal in offers}
+    assert "algorithm.average_state={}" in offers["all-reduce (DDP)"].settings
+    assert settings[-1] in offers["dsgd, one-peer-exponential"].job_settings
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_type_of_gradients_changes_all_reduce_only(capsys, dtype):
+    words = ["plan", str(JOB), "--nodes", "8", "--compute", "5ms", "--bandwidth", "10MB/s"]
+    words += ["--coding", "1GB/s"]
+    assert not main([*words, "--best", "--json", "--dtype", dtype])
+    result = json.loads(capsys.readouterr().out)["8"]
+    sent = {row["label"]: row["bytes_per_step"] for row in result["proposals"]}
+    vector = 4 * 21_386
+    assert sent["all-reduce (DDP)"] == pytest.approx(
+        1.75 * vector * (0.5 if dtype == "bf16" else 1), rel=0.01
+    )
+    assert sent["diloco, H = 8"] == pytest.approx(1.75 * vector / 8, rel=0.01)
+
+
+def test_a_model_of_a_given_size_gets_proposals(capsys):
+    words = ["plan", "--parameters", "1.3B", "--nodes", "8", "--compute", "250ms", "--best"]
+    words += ["--bandwidth", "1GB/s"]
+    assert not main([*words, "--json", "--accept", "25", "0.5"])
+    rows = json.loads(capsys.readouterr().out)["8"]["proposals"]
+    (chosen,) = [row for row in rows if row["proposed"]]
+    assert chosen["evidence"]["model"].startswith("GPT") and chosen["evidence"]["cost"] < 25
+    assert not main(words)
+    output = capsys.readouterr().out
+    assert "mpigossip train JOB.toml" in output and "e+0" not in output
+    assert "Stay with all-reduce" in output
 
 
 def test_a_proposal_uses_the_planned_epochs_and_slots(what):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mpigossip.cluster import captures
-from mpigossip.groups import torch_group as watchdog
+from mpigossip.groups import nccl_inside_node as watchdog
 from mpigossip.groups.base import GroupError
 from tests import launch
 

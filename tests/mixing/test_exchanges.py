@@ -7,7 +7,7 @@ import pytest
 
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.exchanges import Mixed, Pair, ReadInPlace, Sent
-from mpigossip.mixing.plan import RoundPlan, RoundState
+from mpigossip.mixing.plan import RoundPlan, RoundState, ranks_by_host
 from mpigossip.mixing.synchronous import Synchronous
 
 GOSSIP = ExchangeKind.GOSSIP
@@ -109,3 +109,9 @@ def test_a_pair_waits_for_the_result_that_both_read_only_if_they_share_one(into)
     called = names(parts)
     assert ("shared.average_pair" in called) == ("shared.release_pair" in called) == (into is None)
     assert ("shared.release" in called) == ("shared.wait_read" in called) == (into is not None)
+
+
+def test_ranks_of_a_host_share_one_set():
+    near = ranks_by_host([0, 1, 0, -1, 1])
+    assert near == [{0, 2}, {1, 4}, {0, 2}, frozenset(), {1, 4}]
+    assert near[0] is near[2] and near[1] is near[4]

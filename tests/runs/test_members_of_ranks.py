@@ -1,15 +1,22 @@
 """Members of several ranks: rank 0 reads records and decides; each rank writes its part."""
 
+import json
+import math
 import os
 import signal
 import sys
 
 import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
+from torch.distributed import checkpoint as dcp
 
-from mpigossip.members.live import digest
+from mpigossip import cli
+from mpigossip.members.live import digest, read_model
 from mpigossip.members.parts import Part, cut, joined, parts_of
-from mpigossip.members.records import Round, Shard, Unusable, parse
+from mpigossip.members.place import Place, TrainingPlan
+from mpigossip.members.records import RecordStore, Round, Shard, Unusable, parse
 from mpigossip.runs.members.replay import matches, replay
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
@@ -125,6 +132,33 @@ def has_round(folder, place, number):
     return lambda: (folder / f"chain/{place:06d}/{number:06d}").exists()
 
 
+def check_exported(folder, place, ranks, to):
+    """Export the newest round of a place as shards; check them with safetensors and torch's DCP."""
+    to.mkdir()
+    words = ["checkpoint", "export", str(folder), "--place", str(place), "--max-shard-size", "9KB"]
+    assert cli.main([*words, "--out", str(to / "model.safetensors")]) == 0
+    reader = Place(RecordStore(folder), TrainingPlan(1, 1, 1.0))
+    version = reader.refresh(place).last
+    assert len(version.files) == ranks
+    state = read_model(reader, version)
+    index = json.loads((to / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * version.parameters
+    arrays = {
+        name: torch.zeros(shape) for name, shape in zip(state.names, state.shapes, strict=False)
+    }
+    dcp.load(arrays, storage_reader=dcp.HuggingFaceStorageReader(str(to)))
+    begin = 0
+    for name, shape in zip(state.names, state.shapes, strict=True):
+        end = begin + math.prod(shape)
+        expected = state.parameters[begin:end].reshape(shape)
+        with safe_open(to / index["weight_map"][name], "np") as file:
+            assert (file.get_tensor(name) == expected).all()
+        assert (arrays[name].numpy() == expected).all()
+        begin = end
+
+
+# Without a process group, torch warns that it loads in a single process.
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_members_of_2_and_4_ranks_and_of_one_process_train_together(tmp_path):
     """One rank is killed, which ends its member; members of 4 ranks and of one process join."""
     folder = tmp_path / "run"
@@ -141,11 +175,13 @@ def test_members_of_2_and_4_ranks_and_of_one_process_train_together(tmp_path):
     left = second.finish(60)
     assert len(list((folder / "models").glob("000001-*-0001.h5"))) == 3
     assert left.returncode == 0 and "'finished': False" in left.stdout, left.stderr
+    check_exported(folder, 1, 2, tmp_path / "two")
     third = Launch(4, member(folder))
     until(has_round(folder, 2, 3), 120, "the member of 4 ranks")
     os.kill(third.ranks()[3], signal.SIGTERM)  # one rank is enough
     left = third.finish(60)
     assert left.returncode == 0 and left.stdout.count("'finished': False") == 4, left.stderr
+    check_exported(folder, 2, 4, tmp_path / "four")
     odd = mpirun(3, member(folder), 90, warm=False)
     assert odd.returncode == 2 and "which 3 ranks can't divide" in odd.stderr
     alone = Launch(0, member(folder)).finish(150)

@@ -5,14 +5,16 @@ import os
 import re
 import subprocess
 import sys
+import tracemalloc
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 
 import h5py
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from mpigossip.analysis.report import write
 from mpigossip.cluster.world import SingleProcess
@@ -20,9 +22,11 @@ from mpigossip.runs import model_export, start_and_resume
 from mpigossip.runs.job import JobNode
 from mpigossip.runs.model_export import averaged, export
 from mpigossip.runs.snapshot_and_restore import restore
-from mpigossip.store import StoreError, checkpoint
+from mpigossip.store import StoreError, checkpoint, manifest
+from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.log import read
 from mpigossip.store.log_export import to_tensorboard
+from mpigossip.store.tensor_files import of_array
 from mpigossip.training import assemble
 from mpigossip.training.evaluate import averaged_model
 from tests.cases import some
@@ -180,9 +184,51 @@ def test_a_model_that_the_checkpoint_names_is_not_imported_by_default(trained, s
 
 
 def test_a_name_of_a_wrong_type_in_a_stored_job_is_not_a_known_model():
-    forged = SimpleNamespace(job="[model]\nname = ['mlp']\n")
-    tensors, note = model_export._as_saved(forged, {"w": np.ones(2)})
-    assert list(tensors) == ["w"] and "['mlp']" in note
+    tensors, note = model_export._as_saved("[model]\nname = ['mlp']\n", [of_array("w", np.ones(2))])
+    assert [tensor.name for tensor in tensors] == ["w"] and "['mlp']" in note
+
+
+@pytest.mark.parametrize("trust", some([False, True], [False]))
+def test_shards_with_an_index_have_the_same_tensors(trained, tmp_path, trust, monkeypatch):
+    folder, summary = trained
+    monkeypatch.syspath_prepend(folder)
+    path = Path(summary["checkpoint"])
+    export(path, tmp_path / "whole.safetensors", trust_model=trust)
+    out = tmp_path / "shards/model.safetensors"
+    out.parent.mkdir()
+    message = export(path, out, trust_model=trust, most=1000)
+    whole = load_file(tmp_path / "whole.safetensors")
+    weight_map = json.loads(out.with_name(f"{out.name}.index.json").read_text())["weight_map"]
+    assert weight_map.keys() == whole.keys() and not out.exists()
+    assert f"in {len(set(weight_map.values()))} files" in message
+    lines = [line for line in message.splitlines() if line.startswith(("from ", "state = "))]
+    scope: dict = {}
+    exec("\n".join(lines), scope)
+    assert scope["state"].keys() == whole.keys()
+    assert all(torch.equal(scope["state"][name], whole[name]) for name in whole)
+
+
+def test_an_export_needs_less_memory_than_the_model(tmp_path, monkeypatch):
+    """Count the bytes that are allocated while two nodes of 8 MB are averaged."""
+    shapes = ((1000, 1000), (1000, 1000))
+    rng = np.random.default_rng(0)
+    states = [
+        NodeState(rng.standard_normal(2_000_000, "f4"), ("a", "b"), shapes, {}, {"index": 0})
+        for _ in range(2)
+    ]
+    temporary = checkpoint.begin(tmp_path, 0)
+    entries = [checkpoint.write_node(temporary, k, state) for k, state in enumerate(states)]
+    path = checkpoint.commit(temporary, tmp_path, 0, entries, "", {})
+    monkeypatch.setattr(model_export, "PIECE", 1 << 15)
+    monkeypatch.setattr(manifest, "LARGEST", 1 << 20)  # size of the buffer for reading a manifest
+    tracemalloc.start()
+    export(path, tmp_path / "model.safetensors", most=4_000_000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3_000_000  # a buffer for checksums has 0.5 MB
+    with safe_open(tmp_path / "model-00002-of-00002.safetensors", "np") as file:
+        mean = np.mean([s.parameters[1_000_000:] for s in states], 0, np.float64)
+        assert (file.get_tensor("b").ravel() == mean.astype(np.float32)).all()
 
 
 def test_impossible_exports_are_rejected(trained, tmp_path, monkeypatch):

@@ -279,13 +279,16 @@ def test_the_table_of_choose_is_what_plan_predicts(capsys):
         assert float(megabytes) == pytest.approx(rows[label]["bytes_per_step"] / 1e6, abs=0.6)
 
 
-SHOWN = re.compile(r"^```bash\n(mpigossip .*?)\n```\n+```\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SHOWN = re.compile(r"^```bash\n(mpigossip [^\n]*)\n```\n+```\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 """A command, and below it the block with its output. A line … stands for lines that are omitted."""
 
 
-@on_each("page", ["will-it-help", "gpt-8x8"])
-def test_the_output_on_a_page_is_what_its_command_prints(page):
+@on_each("page", ["will-it-help", "gpt-8x8", "commands", "tutorial-study"])
+def test_the_output_on_a_page_is_what_its_command_prints(page, tmp_path, monkeypatch):
     shown = SHOWN.findall(PAGES[page])
+    if page == "tutorial-study":
+        (tmp_path / "mine.py").write_text(blocks(page, "python")[0])
+        monkeypatch.syspath_prepend(tmp_path)
     assert shown
     for command, block in shown:
         output = io.StringIO()
@@ -295,6 +298,19 @@ def test_the_output_on_a_page_is_what_its_command_prints(page):
         places = [output.getvalue().find(part) for part in parts]
         assert min(places) >= 0 and places[:-1] == sorted(places[:-1]), command
         assert len(parts) > 1 or parts[0] == output.getvalue().strip("\n"), command
+
+
+def test_the_page_of_commands_has_an_example_and_the_output_of_each_command():
+    """Sections are named after commands; those with subcommands have none of their own."""
+    known = dict(every(cli.parser()))
+    groups = {words.rpartition(" ")[0] for words in known} - {"examples"}
+    sections = re.split(r"^## ", PAGES["commands"], flags=re.MULTILINE)[1:]
+    titles = [section.partition("\n")[0] for section in sections]
+    assert sorted(titles) == sorted(known.keys() - groups)
+    for title, section in zip(titles, sections, strict=True):
+        (command,) = re.findall(r"^```bash\n(?:mpirun -n 2 )?mpigossip (.*)\n```$", section, re.M)
+        cli._parse(shlex.split(command))
+        assert command.startswith(title) and section.count("\n```") == 4, title
 
 
 def numbers(sentences):

@@ -232,7 +232,11 @@ def commands() -> dict[str, str]:
 
 def commands_page() -> str:
     """Return the page of commands."""
-    lines = ["# Commands", "", "This page shows the output of `--help`.", ""]
+    lines = ["# Help texts of the commands", ""]
+    lines += [
+        "This page shows the output of `--help`. [Commands](../commands.md) has an example of"
+    ]
+    lines += ["each command, with its output.", ""]
     for words, text in commands().items():
         level = "#" * (1 + len(words.split()))
         lines += [f"{level} mpigossip {words}", "", "```text", text, "```", ""]

@@ -48,7 +48,7 @@ class Choice:
         if self.graph == ALL_REDUCE:
             return parallel(job)
         if always_global(job):
-            section = replace(job.algorithm, name=GOSSIP, options={})
+            section = replace(job.algorithm, name=GOSSIP, options={}, average_state={})
             job = replace(job, algorithm=section, local=LocalSection())
         graph = job.graph
         cadence = job.cadence
@@ -67,7 +67,7 @@ def always_global(job: Job) -> bool:
 
 def parallel(job: Job) -> Job:
     """Return the job with an all-reduce of gradients in float32 in place of its algorithm."""
-    section = replace(job.algorithm, name="parallel", options={})
+    section = replace(job.algorithm, name="parallel", options={}, average_state={})
     return replace(
         job,
         algorithm=section,

@@ -17,6 +17,7 @@ from mpigossip.analysis.plan import (
     predict,
 )
 from mpigossip.analysis.plan.quality import Accept, Evidence, nearest
+from mpigossip.analysis.plan.report import three_digits
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import aligned
 from mpigossip.training import assemble
@@ -65,7 +66,9 @@ class Proposal:
 def _ways(job: Job, n: int) -> Iterator[Proposal]:
     """Yield all proposals by ascending risk; the caller adds the graph to their ``settings``."""
     always = ("cadence.name=always", "node.wire=fp32")
-    yield Proposal("all-reduce (DDP)", 0, ALL_REDUCE, ("algorithm.name=parallel", *always))
+    averages = ("algorithm.average_state={}",) * bool(job.algorithm.average_state)
+    reduce = ("algorithm.name=parallel", *averages, *always)
+    yield Proposal("all-reduce (DDP)", 0, ALL_REDUCE, reduce)
     method = job.algorithm.name
     if always_global(job):
         method = GOSSIP
@@ -85,31 +88,66 @@ def _ways(job: Job, n: int) -> Iterator[Proposal]:
         outer = ("algorithm.name=diloco", "cadence.name=cpsgd", seldom, "node.wire=fp32")
         parts = (f"cadence.fragments={FRAGMENTS}", "cadence.delay=1")
         gasloc = ("algorithm.name=gasloc", "cadence.name=every", seldom, "node.wire=fp32")
-        yield Proposal(f"diloco, H = {period}", level, "complete", outer)
+        whole = _whole_model(job, "cpsgd")
+        yield Proposal(f"diloco, H = {period}", level, "complete", (*outer, *whole))
         label = f"diloco, H = {period}, {FRAGMENTS} fragments"
         yield Proposal(label, level, "complete", (*outer, *parts))
-        yield Proposal(f"gasloc, {peer}, H = {period}", level, peer, gasloc)
+        whole = _whole_model(job, "every")
+        yield Proposal(f"gasloc, {peer}, H = {period}", level, peer, (*gasloc, *whole))
 
 
-def _kept(job: Job, settings: Sequence[str], proposal: Proposal) -> tuple[str, ...]:
-    """Return the settings of the job, except options that the proposed algorithm does not have.
+def _kept(job: Job, settings: Sequence[str], pasted: Sequence[str]) -> tuple[str, ...]:
+    """Return the settings of the job that a proposal neither replaces nor excludes.
+
+    The result lacks keys that occur again later, options of another algorithm or graph, and all
+    options of the cadence, which the proposal names completely.
 
     :param job: the job
     :param settings: settings of the job, as on the command line
-    :param proposal: the proposal
+    :param pasted: settings of the proposal
     """
-    if f"algorithm.name={job.algorithm.name}" in proposal.settings:
-        return tuple(settings)
-    own = tuple(f"algorithm.{option}=" for option in job.algorithm.options)
-    return tuple(setting for setting in settings if not setting.startswith(own))
+    later = {_key(setting) for setting in pasted}
+    later |= {f"cadence.{option}" for option in job.cadence.options}
+    for name, section in (("algorithm", job.algorithm), ("graph", job.graph)):
+        if f"{name}.name={section.name}" not in pasted:
+            later |= {f"{name}.{option}" for option in section.options}
+    kept = list[str]()
+    for setting in reversed(settings):
+        if _key(setting) not in later:
+            kept.append(setting)
+            later.add(_key(setting))
+    return tuple(reversed(kept))
+
+
+def _key(setting: str) -> str:
+    return setting.partition("=")[0].strip()
+
+
+def _whole_model(job: Job, cadence: str) -> tuple[str, ...]:
+    """Return settings that undo fragments and a delay of the job's own cadence.
+
+    :param job: the job
+    :param cadence: name of the proposed cadence
+    """
+    if job.cadence.name != cadence:
+        return ()
+    plain = {"fragments": 1, "delay": 0}
+    own = job.cadence.options
+    return tuple(f"cadence.{k}={v}" for k, v in plain.items() if own.get(k, v) != v)
 
 
 def proposals(
-    path: Path, settings: Sequence[str], what: Subject, machine: Machine, n: int, epochs: float = 1
+    where: Path | dict[str, Any],
+    settings: Sequence[str],
+    what: Subject,
+    machine: Machine,
+    n: int,
+    epochs: float = 1,
 ) -> tuple[list[Proposal], dict[str, str]]:
     """Return the proposals that fit a job, and for each other proposal the reason why it does not.
 
-    :param path: job file, which the settings of a proposal may follow on the command line
+    :param where: job file, which the settings of a proposal may follow on the command line, or a
+        job as a dict
     :param settings: settings of the job
     :param what: the job and its sizes
     :param machine: costs of the machine
@@ -124,8 +162,8 @@ def proposals(
         graph = "complete" if proposal.graph == ALL_REDUCE else proposal.graph
         pasted = (*proposal.settings, f"graph.name={graph}")
         try:
-            job_settings = _kept(what.job, settings, proposal)
-            job = assemble.load(path, [*job_settings, *pasted, ranks])
+            job_settings = _kept(what.job, settings, pasted)
+            job = assemble.load(where, [*job_settings, *pasted, ranks])
             problems = [m for m in assemble.mistakes(job, n) if not m.startswith("node.devices")]
             if problems:
                 raise JobError(problems)
@@ -139,7 +177,7 @@ def proposals(
                 f"the graph does not exist for {n} nodes, or the parts are incompatible"
             )
         else:
-            evidence = nearest(job, n, what.flat.count)
+            evidence = nearest(job, n, what.flat.count, any_task=not what.samples)
             fitting.append(
                 replace(
                     proposal,
@@ -198,7 +236,8 @@ def text(
     rows = [("", "ms/step", "MB/step", "cost")]
     for proposal in sorted(proposals, key=lambda proposal: proposal.row.step_s):
         label = f"{'*' if proposal is chosen else ' '} {proposal.label}"
-        figures = f"{1e3 * proposal.row.step_s:.4g}", f"{proposal.row.bytes_per_step / 1e6:.3g}"
+        row = proposal.row
+        figures = three_digits(1e3 * row.step_s), three_digits(row.bytes_per_step / 1e6)
         rows.append((label, *figures, f"({1 + notes.index(proposal.cost)})"))
     lines += [aligned(rows), "", "measured cost in quality, compared with all-reduce:"]
     for number, note in enumerate(notes, 1):

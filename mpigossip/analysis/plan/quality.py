@@ -90,7 +90,7 @@ EVIDENCE = (
 pages."""
 
 
-def nearest(job: Job, n: int, parameters: int) -> Evidence | None:
+def nearest(job: Job, n: int, parameters: int, any_task: bool = False) -> Evidence | None:
     """Return the measurement of a job's method whose model and number of nodes are nearest.
 
     Method, graph and kind of task are the same; the period is similar. Distances are computed from
@@ -99,12 +99,13 @@ def nearest(job: Job, n: int, parameters: int) -> Evidence | None:
     :param job: the job of a proposal
     :param n: number of nodes of the job
     :param parameters: number of trained parameters of its model
+    :param any_task: whether the task is unknown, so that measurements of all tasks are used
     """
     if job.node.wire != "fp32" or int(job.cadence.options.get("fragments", 1)) > 1:
         return None
     task = job.task.name
     unit = "%" if task == "language-model" or job.model.name == "gpt" else "points"
-    if unit == "points" and task != "classification":
+    if unit == "points" and task != "classification" and not any_task:
         return None
     method = job.algorithm.name
     if method == "dsgd" and job.local.name == "momentum":
@@ -115,7 +116,8 @@ def nearest(job: Job, n: int, parameters: int) -> Evidence | None:
     similar = [
         evidence
         for evidence in EVIDENCE
-        if (evidence.method, evidence.graph, evidence.unit) == (method, job.graph.name, unit)
+        if (evidence.method, evidence.graph) == (method, job.graph.name)
+        and (any_task or evidence.unit == unit)
         and period <= LONGER * evidence.period
         and evidence.period <= LONGER * period
         and (evidence.period == 1) == (period == 1)

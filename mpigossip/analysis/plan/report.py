@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpigossip.algorithms.cadence import BUILDERS
 from mpigossip.analysis.plan import (
     ALL_REDUCE,
     GOSSIP,
@@ -15,8 +16,9 @@ from mpigossip.analysis.plan import (
     choices,
 )
 from mpigossip.analysis.plan import name as named
-from mpigossip.config import Job
-from mpigossip.config.readable import aligned
+from mpigossip.config import CadenceSection, Job
+from mpigossip.config.choices import keyword_only, spec_of
+from mpigossip.config.readable import aligned, pluralize
 from mpigossip.training.costs import Subject
 from mpigossip.training.machines import Machine
 
@@ -57,9 +59,9 @@ def text(
     shown = [choice for choice in choices(what.job) if any(r.choice == choice for r in rows)]
     row_of = {(row.choice, row.nodes): row for row in rows}
     own_choice = shown[1] if len(shown) > 1 else shown[0]
-    labels = {choice: _label(choice, own_choice) for choice in shown}
+    labels = {choice: _label(choice, own_choice, what.job) for choice in shown}
     last = nodes[-1]
-    times = {key: _short(1e3 * row.step_s) for key, row in row_of.items()}
+    times = {key: three_digits(1e3 * row.step_s) for key, row in row_of.items()}
     steps = [["ms/step, nodes:", *(f"{n:,}" for n in nodes)]]
     steps += [[labels[c], *(times.get((c, n), "-") for n in nodes)] for c in shown]
     head = ["ms/step", "hidden", "MB/step"]
@@ -86,6 +88,8 @@ def _head(what: Subject, machine: Machine, note: str) -> list[str]:
     if always_global(job):
         method = f"{method}; gossip as {GOSSIP}"
     samples = f", {what.per_step} samples per node and step" if what.samples else ""
+    if cadence := _name_cadence(job.cadence):
+        method = f"{method}, {cadence}"
     subject = f"{job.run.name}: {what.flat.count:,} parameters, {method}{samples}"
     table = [["assumptions", "value", "origin"], *_assumptions(machine, job)]
     lines = _wrapped(f"{subject}; {note}" if note else subject, "  ")
@@ -133,41 +137,59 @@ def _origin_of_devices(machine: Machine, job: Job) -> str:
     return "node.devices"
 
 
-def _label(choice: Choice, own: Choice) -> str:
+def _label(choice: Choice, own: Choice, job: Job) -> str:
     """Return the first cell of a row: its graph, or the cadence or wire that differs from the job.
 
     :param choice: the choice of the row
     :param own: the job's own choice
+    :param job: the job
     """
     if choice.cadence != own.cadence and choice.graph != ALL_REDUCE:
-        return f"  cadence {choice.cadence}"
+        return f"  {_name_cadence(choice.job(job).cadence) or f'cadence {choice.cadence}'}"
     if choice.wire != own.wire and choice.graph != ALL_REDUCE:
         return f"  wire {choice.wire}"
     return choice.graph
 
 
+def _name_cadence(section: CadenceSection) -> str:
+    """Return the name and the period of a cadence, such as "cpsgd, every 8 steps".
+
+    :param section: the cadence
+    :returns: the text; for the cadence "every", "every 16 steps"; "" without a constant period
+    """
+    spec = spec_of(BUILDERS, section.name)
+    options = keyword_only(spec.build)[0] if spec else {}
+    period = section.options.get("period", options.get("period", (None, None))[1])
+    if period is None or section.name in ("adpsgd", "gossip-aga", "qsr"):
+        return ""
+    longest = period if isinstance(period, int) else max(period)
+    steps = f"every {pluralize(longest, 'step')}" if longest > 1 else "every step"
+    return steps if section.name == "every" else f"{section.name}, {steps}"
+
+
 def _details(row: Prediction) -> list[str]:
     hidden = f"{row.hidden_s / row.exchange_s:.0%}" if row.exchange_s else "-"
-    megabytes = _short(row.bytes_per_step / 1e6)
+    megabytes = three_digits(row.bytes_per_step / 1e6)
     times = [_time(row.epoch_s), _time(row.total_s)] if row.steps_per_epoch else ["-", "-"]
-    return [_short(1e3 * row.step_s), hidden, megabytes, *times]
+    return [three_digits(1e3 * row.step_s), hidden, megabytes, *times]
 
 
-def _short(value: float) -> str:
+def three_digits(value: float) -> str:
+    """Return a number with three significant digits, or as an integer from 1,000 on."""
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _rate(value: float) -> str:
     """Return a rate in bytes per second, such as "25 GB/s"."""
     if value >= 1e9:
-        return f"{_short(value / 1e9)} GB/s"
-    return f"{_short(value / 1e6)} MB/s"
+        return f"{three_digits(value / 1e9)} GB/s"
+    return f"{three_digits(value / 1e6)} MB/s"
 
 
 def _time(value: float) -> str:
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3)):
         if value >= 2 * length or unit == "ms" and value >= 1e-3:
-            return f"{_short(value / length)} {unit}"
+            return f"{three_digits(value / length)} {unit}"
     return f"{1e6 * value:.3g} µs"
 
 

@@ -219,7 +219,10 @@ class Window(WindowAccess):
         check_equal(world, arguments | {"graph": rounds, "push_sum": push_sum})
         n = self.graph.n
         all_readers = [readers(self.graph, node) for node in range(n)]
-        senders = [[j for j in range(n) if node in all_readers[j]] for node in range(n)]
+        senders: list[list[int]] = [[] for _ in range(n)]
+        for sender, ranks in enumerate(all_readers):
+            for rank in ranks:
+                senders[rank].append(sender)
         self.rank = world.rank
         self.in_neighbours = senders[self.rank]
         """Ranks that this rank receives from in any round, ascending."""

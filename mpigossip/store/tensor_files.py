@@ -1,0 +1,174 @@
+"""Writer of models as safetensors files, tensor by tensor and piece by piece.
+
+A safetensors file consists of 8 bytes with the length n of its header (little-endian), n bytes of
+JSON with the dtype, the shape and the range of bytes of each tensor, and these bytes. If a model is
+larger than the largest size of a file, it is written as Hugging Face libraries write it: whole
+tensors in several files, and an index with the name of the file of each tensor.
+
+    model-00001-of-00002.safetensors, model-00002-of-00002.safetensors
+    model.safetensors.index.json
+
+The library `safetensors` writes only tensors that are all in memory; this module never holds more
+than one piece of a tensor. Format: https://huggingface.co/docs/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mpigossip.store import StoreError
+from mpigossip.store.hdf5 import replacing
+
+SUFFIX = ".safetensors"
+DTYPES = {
+    "<f8": "F64",
+    "<f4": "F32",
+    "<f2": "F16",
+    "<i8": "I64",
+    "<i4": "I32",
+    "<i2": "I16",
+    "|i1": "I8",
+    "|u1": "U8",
+    "|b1": "BOOL",
+}
+"""Name in the header for each dtype of NumPy."""
+BFLOAT16 = "BF16"
+"""Name in the header for bfloat16, which NumPy lacks; its pieces have any type of two bytes."""
+SIZES = {"F64": 8, "F32": 4, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+SIZES |= {BFLOAT16: 2}
+
+
+class Tensor(NamedTuple):
+    """Description of a tensor, whose elements are read only when they are written."""
+
+    name: str
+    dtype: str
+    """Dtype by its name in the header, a key of `SIZES`."""
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[np.ndarray]]
+    """Function that returns consecutive pieces of the elements in row-major order."""
+
+    @property
+    def bytes(self) -> int:
+        """Number of bytes of the elements."""
+        return SIZES[self.dtype] * prod(self.shape)
+
+    def read(self) -> np.ndarray:
+        """Return the whole tensor as an array."""
+        pieces = [piece.ravel() for piece in self.pieces()] or [np.empty(0, np.float32)]
+        return np.concatenate(pieces).reshape(self.shape)
+
+
+def of_array(name: str, array: np.ndarray) -> Tensor:
+    """Return the description of an array that is in memory.
+
+    :raises StoreError: if a safetensors file can't contain its dtype
+    """
+    array = np.ascontiguousarray(array).reshape(array.shape)
+    if array.dtype.newbyteorder("<").str not in DTYPES:
+        raise StoreError(
+            f'"{name}" is {array.dtype}, which a safetensors file can\'t contain: name a file that '
+            "ends in .pt"
+        )
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return Tensor(name, DTYPES[little.dtype.str], array.shape, lambda: [little])
+
+
+def write(
+    out: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str], most: int | None = None
+) -> list[Path]:
+    """Write a model as one file or, if it is larger than ``most``, as several files with an index.
+
+    Each file is written under a temporary name first; the index is written last. Afterwards, files
+    of an earlier export with the same name are removed, because readers would mix them.
+
+    :param out: path that ends in ".safetensors". The names of several files are made from it
+    :param tensors: tensors to write
+    :param metadata: texts for the header of each file
+    :param most: largest number of bytes of the tensors in a file. A larger tensor gets a file of
+        its own; None: one file
+    :return: paths of the files, and of the index if there are several
+    :raises StoreError: if writing or reading a tensor fails; no file is changed then
+    """
+    # Readers map the file into memory, where elements must be aligned to their size.
+    tensors = sorted(tensors, key=lambda tensor: -SIZES[tensor.dtype])
+    groups = divide(tensors, most)
+    single = len(groups) == 1
+    name = f"{out.stem}-{{:05d}}-of-{len(groups):05d}{SUFFIX}"
+    paths = [out if single else out.with_name(name.format(k + 1)) for k in range(len(groups))]
+    index = out.with_name(f"{out.name}.index.json")
+    with ExitStack() as stack:
+        # Exiting this context renames all files, or none if an error occurs.
+        if not single:
+            file = stack.enter_context(replacing(index))
+            file.write_text(_index(paths, groups), encoding="utf-8")
+        for path, group in zip(paths, groups, strict=True):
+            write_file(stack.enter_context(replacing(path)), group, metadata)
+    written = paths if single else [*paths, index]
+    for path in _earlier(out):
+        if path not in written:
+            path.unlink(missing_ok=True)
+    return written
+
+
+def divide(tensors: Sequence[Tensor], most: int | None) -> list[list[Tensor]]:
+    """Divide tensors among files of at most ``most`` bytes, in their order; None: one file."""
+    groups: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if most is not None and groups[-1] and size + tensor.bytes > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.bytes
+    return groups
+
+
+def _index(paths: Sequence[Path], groups: Sequence[Sequence[Tensor]]) -> str:
+    """Return the index as JSON, which names the file of each tensor."""
+    files = {t.name: path.name for path, group in zip(paths, groups, strict=True) for t in group}
+    total = sum(tensor.bytes for group in groups for tensor in group)
+    content = {"metadata": {"total_size": total}, "weight_map": files}
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+def _earlier(out: Path) -> Iterator[Path]:
+    """Iterate over the existing files that an export to ``out`` may have written."""
+    pattern = rf"{re.escape(out.stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(SUFFIX)}(\.index\.json)?"
+    yield from (path for path in out.parent.iterdir() if re.fullmatch(pattern, path.name))
+
+
+def write_file(path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> None:
+    """Write one safetensors file.
+
+    :param path: file to write
+    :param tensors: tensors to write, in descending order of the sizes of their elements
+    :param metadata: texts for the header
+    :raises OSError: if writing fails
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    begin = 0
+    for tensor in tensors:
+        end = begin + tensor.bytes
+        offsets = [begin, end]
+        shape = [*tensor.shape]
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": shape, "data_offsets": offsets}
+        begin = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for tensor in tensors:
+            before = file.tell()
+            for piece in tensor.pieces():
+                file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+            assert file.tell() - before == tensor.bytes, tensor.name

@@ -1,0 +1,170 @@
+"""Models as safetensors files: other libraries read them, and no model is ever whole in memory."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from torch.distributed import checkpoint as dcp
+
+from mpigossip.store import StoreError
+from mpigossip.store.checkpoint import write_state
+from mpigossip.store.node_reader import open_node
+from mpigossip.store.node_state import SHARDED_DIMS, NodeState, shard_shapes
+from mpigossip.store.tensor_files import BFLOAT16, Tensor, divide, of_array, write
+
+KINDS = ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u1", "?", ">f4")
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    values = {f"of.{kind}": rng.integers(0, 2, (3, 5)).astype(kind) for kind in KINDS}
+    return values | {"scalar": np.array(2.5), "empty": np.empty((0, 3), np.float32)}
+
+
+def read_all(folder):
+    """Read all tensors of a folder by the index, if there is one."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        with safe_open(folder / "model.safetensors", "np") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    stored = {}
+    for name, path in json.loads(index.read_text())["weight_map"].items():
+        with safe_open(folder / path, "np") as file:
+            stored[name] = file.get_tensor(name)
+    return stored
+
+
+@pytest.mark.parametrize("most", [None, 1, 200, 10**9])
+def test_safetensors_reads_equal_tensors(tmp_path, most):
+    tensors = [of_array(name, array) for name, array in arrays().items()]
+    paths = write(tmp_path / "model.safetensors", tensors, {"job": "ü"}, most)
+    assert sorted(paths) == sorted(tmp_path.iterdir())
+    assert (len(paths) == 1) == (most in (None, 10**9))
+    stored = read_all(tmp_path)
+    assert stored.keys() == arrays().keys()
+    for name, array in arrays().items():
+        np.testing.assert_array_equal(stored[name], array)
+        assert stored[name].dtype == array.dtype.newbyteorder("<")
+    with safe_open(paths[0], "np") as file:
+        assert file.metadata() == {"job": "ü"}
+
+
+def test_the_index_is_as_hugging_face_writes_it(tmp_path):
+    tensors = [of_array(name, np.ones(10, np.float32)) for name in "cab"]
+    paths = write(tmp_path / "model.safetensors", tensors, {}, 80)
+    assert [path.name for path in paths] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert json.loads(paths[-1].read_text()) == {
+        "metadata": {"total_size": 120},
+        "weight_map": {"a": paths[0].name, "b": paths[1].name, "c": paths[0].name},
+    }
+
+
+def test_files_of_an_earlier_export_are_removed_but_no_others(tmp_path):
+    out = tmp_path / "model.safetensors"
+    tensors = [of_array(name, np.ones(10, np.float32)) for name in "abc"]
+    other = tmp_path / "model-2.safetensors"
+    other.write_bytes(b"")
+    for most in (40, 80, None, 40):
+        assert {*write(out, tensors, {}, most), other} == {*tmp_path.iterdir()}
+
+
+def test_a_failure_changes_no_file(tmp_path):
+    def fail():
+        raise StoreError("damaged")
+
+    out = tmp_path / "model.safetensors"
+    good = of_array("a", np.ones(10, np.float32))
+    write(out, [good], {})
+    before = out.read_bytes()
+    with pytest.raises(StoreError, match="damaged"):
+        write(out, [good, Tensor("b", "F32", (10,), fail)], {}, 40)
+    assert [*tmp_path.iterdir()] == [out] and out.read_bytes() == before
+
+
+def test_a_dtype_that_the_format_lacks_is_rejected():
+    with pytest.raises(StoreError, match="complex128"):
+        of_array("a", np.ones(3, complex))
+
+
+def test_a_file_has_whole_tensors_in_their_order():
+    tensors = [of_array(str(size), np.zeros(size, np.int8)) for size in (3, 9, 2, 2, 5)]
+    sizes = [[tensor.bytes for tensor in group] for group in divide(tensors, 5)]
+    assert sizes == [[3], [9], [2, 2], [5]]
+
+
+def test_bfloat16(tmp_path):
+    value = torch.arange(6).bfloat16().view(2, 3)
+    raw = value.view(torch.int16).numpy()
+    write(tmp_path / "model.safetensors", [Tensor("w", BFLOAT16, (2, 3), lambda: [raw])], {})
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("w"), value)
+
+
+# Without a process group, torch warns that it loads in a single process.
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("most", [None, 100])
+def test_the_reader_of_torch_reads_equal_tensors(tmp_path, most):
+    values = {name: array for name, array in arrays().items() if name in ("of.f4", "of.i8")}
+    values["w"] = np.arange(12, dtype=np.float32).reshape(4, 3)
+    write(tmp_path / "model.safetensors", [of_array(*item) for item in values.items()], {}, most)
+    state = {
+        name: torch.zeros(a.shape, dtype=torch.from_numpy(a).dtype) for name, a in values.items()
+    }
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)))
+    for name, array in values.items():
+        np.testing.assert_array_equal(state[name].numpy(), array)
+
+
+SHAPES = ((7, 3), (5,), (2, 6, 3))
+
+
+def node_files(folder, count, dims=None):
+    """Write the files of a node of ``count`` ranks; return their entries and the parameters."""
+    values = [np.random.default_rng(k).standard_normal(s, "f4") for k, s in enumerate(SHAPES)]
+    flat = np.concatenate([value.ravel() for value in values])
+    names = tuple(f"w{k}" for k in range(len(SHAPES)))
+    numbers = {"index": 1} | ({} if dims is None else {SHARDED_DIMS: json.dumps(dims)})
+    begins = [0] * len(SHAPES)
+    entries = []
+    for rank in range(count):
+        part = np.array_split(flat, count)[rank]
+        if dims is not None:
+            shapes = shard_shapes(SHAPES, dims, rank, count)
+            pieces = []
+            for k, (shape, dim) in enumerate(zip(shapes, dims, strict=True)):
+                piece = values[k].take(range(begins[k], begins[k] + shape[dim]), dim)
+                pieces.append(piece.ravel())
+                begins[k] += shape[dim]
+            part = np.concatenate(pieces)
+        arrays = {f"buffers/{rank}/mean": np.full(2, rank, "f4")}
+        state = NodeState(part, names, SHAPES, arrays, numbers, rank)
+        entries.append(write_state(folder / f"node-0000-{rank:04d}.h5", 0, state))
+    return entries, values
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("dims", [None, [0, 0, 0], [1, 0, 2]])
+def test_parameters_of_several_files_are_read_piece_by_piece(tmp_path, count, dims):
+    entries, values = node_files(tmp_path, count, dims)
+    with open_node(tmp_path, entries, 1) as reader:
+        assert reader.shapes == SHAPES
+        for k, value in enumerate(values):
+            for begin in range(0, value.size, 4):
+                end = min(begin + 4, value.size)
+                assert (reader.read(k, begin, end) == value.ravel()[begin:end]).all()
+        np.testing.assert_array_equal(reader.buffers()["mean"], np.full(2, (count - 1) / 2))
+
+
+def test_invalid_dimensions_are_rejected(tmp_path):
+    for dims in ([0, 1, 0], [0, 0], "0", [0, 0, True]):
+        numbers = {"index": 1, SHARDED_DIMS: json.dumps(dims)}
+        state = NodeState(np.zeros(62, "f4"), ("a", "b", "c"), SHAPES, {}, numbers, 0)
+        entries = [write_state(tmp_path / "node-0000-0000.h5", 0, state)]
+        with pytest.raises(StoreError, match=SHARDED_DIMS), open_node(tmp_path, entries, 1):
+            pass
