@@ -1,7 +1,7 @@
 """Cadences: rules that decide whether a step stays local, gossips, or averages globally."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from mpigossip.algorithms.base import NoState
@@ -87,6 +87,8 @@ class Cadence(NamedTuple):
     """Steps at which fragments of the model are sent and applied; default: the whole model."""
     periods: tuple[int, ...] = ()
     """Number of local steps of each node in a period, if nodes differ; otherwise empty."""
+    longest_round: int = 1
+    """Largest number of periods that a member trains before it exchanges (`mpigossip join`)."""
 
     @property
     def is_adaptive(self) -> bool:
@@ -165,7 +167,14 @@ def _in_turn(kind: ExchangeKind, period: int | ByNode, fragments: int, delay: in
     return cadence._replace(fragment_schedule=schedule, periods=periods)
 
 
-def every(*, period: Period | ByNode = 4, fragments: Positive = 1, delay: Count = 0) -> Cadence:
+def every(
+    *,
+    period: Literal["auto"] | Period | ByNode = 4,
+    fragments: Positive = 1,
+    delay: Count = 0,
+    shortest: Period = 4,
+    longest: Period = 32,
+) -> Cadence:
     """Gossip at every ``period``-th step; the steps in between are local.
 
     If ``period`` is a list with a number H_i for each node i, all nodes exchange at every max
@@ -178,11 +187,29 @@ def every(*, period: Period | ByNode = 4, fragments: Positive = 1, delay: Count 
     The exchange of a fragment stays open for τ = ``delay`` steps. It is then applied as x ← γ ·
     mixed + (1 − γ) · x, with γ = ``algorithm.blend`` and with the local steps made meanwhile in x.
 
-    :param period: H in steps, or a list of H_i for each node
+    If ``period`` is "auto", which only members can use (`mpigossip join`), the H of each member
+    follows its speed, so that the rounds of all members take equally long. The slowest member makes
+    ``shortest`` steps; the others make a multiple of it.
+
+    :param period: H in steps, or a list of H_i for each node; "auto": H of members follows speed
     :param fragments: P, number of fragments
     :param delay: τ in steps, at most ⌊H/P⌋
+    :param shortest: smallest H of a member with period = "auto", and steps in a chunk
+    :param longest: largest H of a member with period = "auto"
     """
+    if period == "auto":
+        cadence = _in_turn(ExchangeKind.GOSSIP, shortest, fragments, delay)
+        return cadence._replace(longest_round=max(1, longest // shortest))
     return _in_turn(ExchangeKind.GOSSIP, period, fragments, delay)
+
+
+def period_of(options: Mapping[str, Any]) -> int:
+    """Return the period H of the options of `[cadence]`, in steps.
+
+    For H = "auto", this is the smallest one; without any, it is 1.
+    """
+    period = options.get("period", 1)
+    return int(options.get("shortest", 4) if period == "auto" else period)
 
 
 def cpsgd(*, period: Period | ByNode = 8, fragments: Positive = 1, delay: Count = 0) -> Cadence:

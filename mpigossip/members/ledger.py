@@ -1,9 +1,10 @@
 """Claims of chunks: each chunk is trained in exactly one published round.
 
-A place claims a block of consecutive chunks for its next rounds. If its chain of records ends
-early, or if the first of these rounds names another claim, then the missing rounds are void, which
-means that they will never be published. The next claim to the block covers exactly the chunks of
-void rounds. The set of trained chunks therefore follows from chains and claims alone.
+A place claims a block of consecutive chunks for its next rounds. A round trains one chunk or
+several (see `members/pace.py`). If the place's chain of records ends early, or if the first of
+these rounds names another claim, then the missing rounds are void, which means that they will never
+be published. The next claim to the block covers exactly the chunks of void rounds. The set of
+trained chunks therefore follows from chains and claims alone.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpigossip.members.outages import FolderUnreachable, cause
+from mpigossip.members.pace import peer_weight
 from mpigossip.members.parts import Part, cut, joined
 from mpigossip.members.place import KEEP, LEASES, NEWEST, Fenced, Place, TooFarBehind
 from mpigossip.members.records import Round, Shard
@@ -25,6 +27,9 @@ T = TypeVar("T")
 
 POLL_S = 2.0
 """Seconds after which a member that waits for a chunk reads the folder again."""
+
+MEASURED_ROUNDS = 5
+"""Number of the last rounds whose median is the measured time of a chunk."""
 
 
 class NoModel(StoreError):
@@ -236,6 +241,10 @@ class FolderExchange:
         self._stop_seen = False
         self._looked_at = float("-inf")
         self._chunk_time = 0.0
+        self._chunk_seconds: list[float] = []
+        """Seconds per chunk in each of the last rounds."""
+        self.peer_weight = 0.5
+        """Weight of the model that :meth:`receive` returned last, see `pace.peer_weight`."""
         place.disk.outages.stopping = stopping
         self._writer = ThreadPoolExecutor(1, "models")
         self._written: Future | None = None
@@ -453,7 +462,7 @@ class FolderExchange:
         return failures[0] if failures else NoModel(text)
 
     def chunk(self) -> tuple[int, int] | None:
-        """Return the next chunk to train and the progress; None after the end of the training.
+        """Return the first chunk to train and the progress; None after the end of the training.
 
         The progress is a number of chunks, which determines the learning rate. If no chunk can be
         claimed because other members train the last ones, the call waits. When all chunks are done,
@@ -482,9 +491,21 @@ class FolderExchange:
                 raise StopRequested
             time.sleep(self.poll_s)
 
+    @property
+    def chunks(self) -> int:
+        """Number of consecutive chunks to train, from the one that :meth:`chunk` returned last."""
+        return self.place.chunks
+
     def round_seconds(self) -> float:
         """Return the seconds since the last chunk was claimed, without outages of the folder."""
         return self.place.now() - self._chunk_time
+
+    def _measure_chunk(self) -> None:
+        """Set the place's seconds per chunk to the median of the last `MEASURED_ROUNDS` rounds."""
+        # A subtracted outage may make a short time negative.
+        seconds = max(0.0, self.round_seconds()) / self.place.chunks
+        self._chunk_seconds = [*self._chunk_seconds[1 - MEASURED_ROUNDS :], seconds]
+        self.place.chunk_s = statistics.median(self._chunk_seconds)
 
     def send(self, state: NodeState) -> int:
         """Publish the model of this round in the background; return its size in bytes.
@@ -499,6 +520,7 @@ class FolderExchange:
 
         def prepare() -> tuple[Round, int]:
             self.written()
+            self._measure_chunk()
             return place.draft(int(state.numbers["index"])), place.remaining
 
         draft, claim = self.decide(prepare)
@@ -609,6 +631,7 @@ class FolderExchange:
         if version is None:
             return None
         (state,) = self.local_parts([version])
+        self.peer_weight = peer_weight(self.chunks, version.chunks)
         rounds = rounds_late([age for age, _ in self._last_models], version.age)
         return correct_for_age(
             state, self._last_models[-1][1], self._last_models[-1 - rounds][1], rounds

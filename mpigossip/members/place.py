@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from mpigossip.members.ledger import Ledger
+from mpigossip.members.pace import chunks_of_round
 from mpigossip.members.records import (
     KEPT,
     Claim,
@@ -27,15 +28,16 @@ from mpigossip.store import StoreError
 
 FOLDERS = ("tmp", "places", "chain", "ledger", "models", "closed")
 BEHIND = 8
-"""Largest difference in age between two models that are averaged. The age of a model is a Lamport
-clock, which counts rounds (see `Round.age`): a model with a greater age is newer."""
+"""Largest difference in age between two models that are averaged, in rounds of the largest length.
+The age of a model is a Lamport clock, which counts chunks (see `Round.age`): a model with a greater
+age is newer."""
 NEWEST = 8
 """Largest number of models whose average a new member starts with."""
 KEEP = 3
 """Number of models that a place keeps: it removes older ones."""
 OLD = 4 * BEHIND
-"""Difference in age from the newest model at which the models of a closed place are removed: no
-member starts with them any more."""
+"""Difference in age from the newest model, in rounds of the largest length, at which the models of
+a closed place are removed: no member starts with them any more."""
 LEASES = 16
 """Largest number of leases for which a member may be silent."""
 
@@ -61,6 +63,8 @@ class TrainingPlan(NamedTuple):
     keep_every: int = 0
     """Number K: the model of every K-th round of a place is never removed; 0: the models of all
     older rounds are removed."""
+    longest: int = 1
+    """Largest number of chunks that a member trains in a round."""
 
 
 @dataclass
@@ -87,8 +91,9 @@ class Chain:
 class Place:
     """The protocol between members, from the point of view of one place.
 
-    A member that joins gets a place, whose number is never used again. In each round it trains
-    one chunk, publishes its model, and averages it with the model of one other place, its peer.
+    A member that joins gets a place, whose number is never used again. In each round it trains one
+    chunk or several, publishes its model, and averages it with the model of one other place, its
+    peer.
     All records of a place form its chain: record 0 names the models that the member started with,
     record k is its round k, and a closing record ends the chain.
 
@@ -158,6 +163,8 @@ class Place:
         self.claim = None
         self.claim_name = ""
         self.remaining = 0
+        self.chunks = 1
+        self.chunk_s = 0.0
         self._own: set[str] = set()
         self.peer: Round | None = None
         self.averaged: dict[int, int] = {}
@@ -177,7 +184,7 @@ class Place:
             ages = self._closed()
             newest = sorted(ages, key=lambda place: -ages[place])[: 2 * NEWEST]
             rounds = [self.refresh(place).last for place in newest]
-        return _newest_usable(rounds)
+        return self._newest_usable(rounds)
 
     def before(self, versions: Sequence[Round]) -> list[Round]:
         """Return, for each of ``versions``, the previous round of its place, if it can be read."""
@@ -297,9 +304,10 @@ class Place:
             version = self.refresh(place).last
             if version is None or self.absent(place):
                 continue
-            if version.age > self.age + BEHIND:
+            if version.age > self.age + self.behind:
                 raise TooFarBehind
-            if version.round > self.averaged.get(place, 0) and version.age + BEHIND >= self.age:
+            is_new = version.round > self.averaged.get(place, 0)
+            if is_new and version.age + self.behind >= self.age:
                 yield version
 
     def took(self, version: Round) -> None:
@@ -319,12 +327,34 @@ class Place:
             if claimed is None:
                 return None
             self.claim_name, self.claim, self.remaining = claimed
+            self._claim_end = self.claim.chunk + self.remaining
             self._own.add(self.claim_name)
             self._remove_old()
-        return self.claim.chunk + self.round - self.claim.first
+        self.chunks = min(self._chunks_of_round(), self.remaining)
+        return self._next_chunk
+
+    @property
+    def _next_chunk(self) -> int:
+        """Number of the first chunk of the claim that this place has not trained."""
+        return self._claim_end - self.remaining
+
+    def _chunks_of_round(self) -> int:
+        """Return the number of chunks that the next round should train.
+
+        If members may differ, one more present place is read per round, each in turn, because the
+        peers of a place are only a few of all places.
+        """
+        if self.plan.longest == 1:
+            return 1
+        places = [place for place in self.present() if place != self.number]
+        if places:
+            self.refresh(places[self.round % len(places)])
+        known = [self.chains[place].last for place in places if place in self.chains]
+        others = [version.chunk_s for version in known if version]
+        return chunks_of_round(self.chunk_s, others, self.plan.longest)
 
     def trained(self, name: str, claim: Claim, count: int) -> tuple[int, bool]:
-        """Return the number of a claim's published rounds, and whether no further one can follow.
+        """Return the number of a claim's trained chunks, and whether no further one can follow.
 
         If the claim is incomplete and its place has been silent for longer than it promised, the
         place is closed.
@@ -340,10 +370,10 @@ class Place:
             return 0, name not in self._own and claim.first < self.round
         chain = self.refresh(claim.place)
         since = max(chain.seen, self._claimed_at.setdefault(name, self.now()))
-        missing = chain.rounds - claim.first + 1 < count
+        missing = _trained_chunks(chain, name, claim, count) < count
         if missing and chain.closed is None and self.now() - since > chain.promise:
             self.fence(claim.place)
-        done = min(max(chain.rounds - claim.first + 1, 0), count)
+        done = _trained_chunks(chain, name, claim, count)
         if done:
             first = self.record(claim.place, claim.first, listed=True)
             if not isinstance(first, Round) or first.claim != name or first.chunk != claim.chunk:
@@ -359,15 +389,17 @@ class Place:
 
         :param step: step count that is stored with the model
         """
-        chunk = self.claim.chunk + self.round - self.claim.first
+        chunk = self._next_chunk
         peer = self.peer
-        self.age = 1 + max(self.age, peer.age if peer else 0)
-        self.progress = max(self.progress, chunk + 1, peer.progress if peer else 0)
+        self.age = self.chunks + max(self.age, peer.age if peer else 0)
+        self.progress = max(self.progress, chunk + self.chunks, peer.progress if peer else 0)
         draft = Round(
             place=self.number,
             round=self.round,
             claim=self.claim_name,
             chunk=chunk,
+            chunks=self.chunks,
+            chunk_s=self.chunk_s,
             peer=(peer.version,) if peer else (),
             age=self.age,
             progress=self.progress,
@@ -380,7 +412,7 @@ class Place:
             digest="",
         )
         self.round = self.round + 1
-        self.remaining = self.remaining - 1
+        self.remaining = self.remaining - self.chunks
         self.peer = None
         return draft
 
@@ -422,7 +454,8 @@ class Place:
 
     def _remove_old(self) -> None:
         """Remove the models of places that were closed more than `OLD` ages ago."""
-        old = {f"{place:06d}" for place, age in self._closed().items() if age + OLD < self.age}
+        oldest = self.age - OLD * self.plan.longest
+        old = {f"{place:06d}" for place, age in self._closed().items() if age < oldest}
         for name in self.disk.names("models") if old else ():
             if name.partition("-")[0] in old and not name.endswith(KEPT):
                 self.disk.remove(f"models/{name}")
@@ -446,7 +479,7 @@ class Place:
         """
         for place in [*[*self._closed()][-64:], *self.present()]:
             self.refresh(place)
-        versions = _newest_usable([chain.last for chain in self.chains.values()])
+        versions = self._newest_usable([chain.last for chain in self.chains.values()])
         # An END without models could not be undone.
         if not versions:
             raise StoreError(
@@ -473,6 +506,19 @@ class Place:
         if not self._end_listed:
             return None
         return parse(self.disk.read("END", listed=True), f"{self.disk.root}/END", End)
+
+    @property
+    def behind(self) -> int:
+        """Largest difference in age between two models that are averaged, in chunks."""
+        return BEHIND * self.plan.longest
+
+    def _newest_usable(self, versions: Iterable[Round | None]) -> list[Round]:
+        """Return the versions that may be averaged with the newest one, by descending age."""
+        usable = sorted(
+            (version for version in versions if version),
+            key=lambda version: (-version.age, version.place),
+        )
+        return [version for version in usable if version.age + self.behind >= usable[0].age]
 
     # -- names ------------------------------------------------------------------------------------
 
@@ -540,10 +586,17 @@ def record_name(place: int, number: int) -> str:
     return f"chain/{place:06d}/{number:06d}"
 
 
-def _newest_usable(versions: Iterable[Round | None]) -> list[Round]:
-    """Return the versions that may be averaged with the newest version, by descending age."""
-    usable = sorted(
-        (version for version in versions if version),
-        key=lambda version: (-version.age, version.place),
-    )
-    return [version for version in usable if version.age + BEHIND >= usable[0].age]
+def _trained_chunks(chain: Chain, name: str, claim: Claim, count: int) -> int:
+    """Return how many chunks of a claim the rounds of a chain have trained.
+
+    A place claims the next chunks only after it has trained all chunks of a claim.
+
+    :param chain: chain of the place that made the claim
+    :param name: name of the claim in the ledger
+    :param claim: the claim
+    :param count: number of chunks that it covers
+    """
+    last = chain.last
+    if last is None or last.round < claim.first:
+        return 0
+    return min(last.chunk + last.chunks - claim.chunk, count) if last.claim == name else count

@@ -464,16 +464,22 @@ class Start(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Round(Record):
-    """A published round, in which a member has trained one chunk."""
+    """A published round, in which a member has trained one chunk or several."""
 
     round: int
     claim: str
-    """Name of the claim that contains the chunk."""
+    """Name of the claim that contains the chunks."""
     chunk: int
+    """Number of the first chunk."""
+    chunks: int = 1
+    """Number of chunks that were trained, one after the other."""
+    chunk_s: float = 0.0
+    """Seconds that the member needs for a chunk, as measured in its last rounds; 0: unknown."""
     peer: tuple[Version, ...]
     """Model with which the member has averaged its own before this round; empty: none."""
     age: int
-    """Lamport clock: 1 + the larger of the ages of the member's previous model and of its peer."""
+    """Lamport clock: ``chunks`` + the larger of the ages of the member's previous model and of its
+    peer."""
     progress: int
     """Largest number of a chunk (plus 1) that this model, or a model averaged into it, was trained
     on. It determines the learning rate."""
@@ -521,7 +527,7 @@ class Closed(Record):
 class Claim(Record):
     """Claim of a place to the chunks from ``chunk`` to the end of their block.
 
-    The place trains them, one per round, from round ``first`` on.
+    The place trains them in order, one or several per round, from round ``first`` on.
     """
 
     first: int

@@ -22,6 +22,7 @@ from mpigossip.runs.survive import prepare
 from mpigossip.store import checkpoint
 from mpigossip.store.checkpoint import Manifest
 from mpigossip.training.assemble import assemble, load
+from mpigossip.training.rules import period_problem
 
 
 def run(job: Job, world: World, n: int, resume: Path | None) -> dict[str, Any]:
@@ -49,6 +50,8 @@ def train(job: Job, world: World, n: int | None = None) -> dict[str, Any]:
     :param n: number of nodes; None: the number of nodes that the ranks of ``world`` form
     :return: the summary on rank 0, elsewhere {}
     """
+    if message := period_problem(job):
+        raise JobError(message)
     n = n or _nodes(job, world)
     with locked(job.run.folder, world):
         path = newest(job.run.folder, world)

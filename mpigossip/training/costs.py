@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from mpigossip.algorithms.base import Step
-from mpigossip.algorithms.cadence import Cadence, fixed_schedule
+from mpigossip.algorithms.cadence import Cadence, fixed_schedule, period_of
 from mpigossip.config import Job, JobError
 from mpigossip.data.base import JobData
 from mpigossip.data.problems import Functions
@@ -228,7 +228,7 @@ def exchanges(subject: Subject, n: int, period: float | None = None) -> Exchange
         return Exchanges(parts, max(STEPS, round(PERIODS * period)), subject.module)
     if cadence.kinds == {ExchangeKind.GOSSIP}:
         return Exchanges(parts, module=subject.module)
-    longest = max(cadence.periods, default=job.cadence.options.get("period", 1))
+    longest = max(cadence.periods, default=period_of(job.cadence.options))
     steps = longest * -(-STEPS // longest)  # a multiple of the period
     return Exchanges(parts, steps, subject.module)
 

@@ -992,6 +992,11 @@ def _has_periods(loop: CustomLoop) -> Verdict:
 CUSTOM_LOOP: Table[CustomLoop] = (
     (
         Rule(
+            lambda loop: loop.parts.cadence.longest_round > 1,
+            'period = "auto": only jobs of members support it (mpigossip join)',
+            "pass a number of steps",
+        ),
+        Rule(
             _has_periods,
             "period = {periods}: a custom loop does not choose the steps of its nodes: pass one "
             'number, or mixer="asynchronous" with the cadence "every", for which each rank may '
@@ -1049,6 +1054,17 @@ CUSTOM_LOOP: Table[CustomLoop] = (
 
 
 # -- members ----------------------------------------------------------------------------------
+
+
+def period_problem(job: Job) -> str:
+    """Return a message if a job that is not for members has a period that only they support."""
+    if job.cadence.options.get("period") != "auto":
+        return ""
+    return (
+        'cadence.period = "auto": all nodes of a run exchange at the same steps, so that H follows '
+        "the speed of members only (mpigossip join); set a number of steps, or a list with one for "
+        "each node"
+    )
 
 
 def _can_train(name: str) -> bool:

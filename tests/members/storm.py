@@ -108,13 +108,15 @@ class Tiny:
     def meet(self, exchange) -> None:
         peer = exchange.receive()
         if peer is not None:
-            self.x = np.float32(0.5) * (self.x + peer.parameters)
+            weight = np.float32(exchange.peer_weight)
+            self.x = (1 - weight) * self.x + weight * peer.parameters
 
     def train(self, exchange) -> None:
         while (work := exchange.chunk()) is not None:
-            self.sleep()
-            step = np.sin(np.float32(work[0]) + np.arange(4, dtype=np.float32))
-            self.x = self.x + step.astype(np.float32)[self.own] / np.float32(1 + work[1])
+            for chunk in range(work[0], work[0] + exchange.chunks):
+                self.sleep()
+                step = np.sin(np.float32(chunk) + np.arange(4, dtype=np.float32))
+                self.x = self.x + step.astype(np.float32)[self.own] / np.float32(1 + work[1])
             self.index += 1
             saved = state(self.x.copy(), self.index)
             if self.part:
@@ -247,7 +249,11 @@ def member_of_one(disks: list[RecordStore], plan: TrainingPlan, **how) -> str:
 def chunks_of(root: Path, plan: TrainingPlan) -> Counter:
     """Count the published rounds of each chunk."""
     script = ReplayLog(Place(RecordStore(root, shared=True), plan, report=lambda line: None))
-    return Counter(record.chunk for record in script.rounds.values())
+    return Counter(
+        record.chunk + offset
+        for record in script.rounds.values()
+        for offset in range(record.chunks)
+    )
 
 
 def replay(root: Path, plan: TrainingPlan, ranks: int = 1) -> int:
@@ -258,7 +264,7 @@ def replay(root: Path, plan: TrainingPlan, ranks: int = 1) -> int:
     reader = Place(RecordStore(root, shared=True), plan, report=lambda line: None)
     script = ReplayLog(reader, ranks)
     repeat(script, script.rounds, Tiny())
-    return len(script.rounds)
+    return sum(record.chunks for record in script.rounds.values())
 
 
 def storm(
@@ -269,6 +275,7 @@ def storm(
     lease_s=0.3,
     slow=0.05,
     rate=0.0,
+    longest=1,
     ranks=1,
     mounts=(),
     **ills,
@@ -276,19 +283,21 @@ def storm(
     """Run members that join, leave, are killed and return, until the training has ended.
 
     ``slow``: fraction of rounds that take longer than the lease. ``rate``: fraction of operations
-    that begin a fault, see `Faults`. ``ranks``: number of ranks of each member. ``mounts``: other
-    paths of the same folder, which members use in turn; default: ``root``.
+    that begin a fault, see `Faults`. ``longest``: largest number of chunks in a round; if it is
+    greater than 1, members have different speeds. ``ranks``: number of ranks of each member.
+    ``mounts``: other paths of the same folder, which members use in turn; default: ``root``.
 
     Return how the members ended, and how often each operation failed.
     """
     begin(root)
     chance = random.Random(seed)
-    plan = TrainingPlan(chunks, 4, lease_s)
+    plan = TrainingPlan(chunks, 4, lease_s, longest=longest)
     ends: Counter = Counter()
     done = threading.Event()
 
     def work(seed: int, root: Path) -> None:
         draw = random.Random(seed)
+        speed = draw.choice((1, 2, 4)) if longest > 1 else 1
         while not done.is_set():
             kill = draw.randint(5, 400) if draw.random() < 0.8 else 1 << 60
             faults = Faults(draw.random(), lease_s, rate) if rate else None
@@ -300,7 +309,7 @@ def storm(
                 disks,
                 plan,
                 stop=lambda: draw.random() < 0.02,
-                sleep=lambda: time.sleep(draw.random() * 0.01 + (draw.random() < slow)),
+                sleep=lambda: time.sleep(draw.random() * 0.01 * speed + (draw.random() < slow)),
                 clock=draw.uniform(-600, 600),
             )
             ends[how] += 1

@@ -19,6 +19,7 @@ from mpigossip.members.live import (
     layout,
     rounds_late,
 )
+from mpigossip.members.pace import chunks_of_round, peer_weight
 from mpigossip.members.place import Place, TrainingPlan
 from mpigossip.members.records import RecordStore, Round
 from mpigossip.store import StoreError, checkpoint
@@ -68,6 +69,37 @@ def test_a_kill_at_every_operation(tmp_path, step):
             break
         kills += step
     assert kills > 50
+
+
+@pytest.mark.parametrize("seed", [1, *(every(seed) for seed in range(2, 5))])
+def test_storms_of_unequal_members(tmp_path, seed):
+    """Rounds have one to four chunks; a claim may end in the middle of a block."""
+    plan = STORM._replace(longest=4)
+    ends = storm(tmp_path / "run", seed, longest=4, **ILLS)
+    assert ends["alive"] == 0 and ends["end"]
+    assert right(tmp_path / "run", plan)
+
+
+def test_the_length_of_a_round_follows_speed():
+    assert chunks_of_round(0.0, [4.0], 8) == 1  # the own speed is unknown
+    assert chunks_of_round(1.0, [], 8) == 1
+    assert chunks_of_round(1.0, [1.4, 0.0], 8) == 1
+    assert chunks_of_round(1.0, [4.1, 2.0], 8) == 4
+    assert chunks_of_round(4.1, [1.0, 2.0], 8) == 1
+    assert chunks_of_round(1.0, [100.0], 8) == 8
+
+
+def test_averages_tend_to_the_mean_that_is_weighted_by_chunks():
+    chunks = [1, 4, 4, 4]
+    x = np.array([1.0, 0.0, 0.0, 0.0])
+    for turn in range(200):
+        peers = [(i + (1 << turn % 2)) % 4 for i in range(4)]
+        weights = [peer_weight(chunks[i], chunks[j]) for i, j in enumerate(peers)]
+        x = np.array(
+            [(1 - w) * x[i] + w * x[j] for i, j, w in zip(range(4), peers, weights, strict=True)]
+        )
+    assert np.ptp(x) < 1e-12
+    assert peer_weight(3, 3) == 0.5
 
 
 def renamed(disk, temporary, path):

@@ -4,6 +4,7 @@ import pytest
 
 from mpigossip import cli
 from mpigossip.cluster.world import SingleProcess
+from mpigossip.config import JobError
 from mpigossip.members.place import Place, TrainingPlan
 from mpigossip.members.records import RecordStore
 from mpigossip.runs.members import fork as forks
@@ -13,7 +14,7 @@ from mpigossip.runs.members.member import Member
 from mpigossip.runs.members.replay import ReplayLog
 from mpigossip.store import checkpoint
 from mpigossip.training.task import Classification
-from tests.runs.test_join import lock_draws, members
+from tests.runs.test_join import UNEQUAL, lock_draws, members, slow_down
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +25,44 @@ def run(tmp_path_factory):
         lock_draws(patched)
         members(folder, 3, "members.keep_every=2", "run.epochs=6")
     return folder, checkpoint.digest(checkpoint.latest(folder))
+
+
+@pytest.fixture(scope="module")
+def unequal(tmp_path_factory):
+    """Return the folder of a training by a slow member and two fast ones, and its digest."""
+    folder = tmp_path_factory.mktemp("fork") / "run"
+    with pytest.MonkeyPatch.context() as patched:
+        lock_draws(patched)
+        slow_down(patched, [0.2, 0.01, 0.01])
+        members(folder, 3, *UNEQUAL, "members.keep_every=2", "run.epochs=6")
+    return folder, checkpoint.digest(checkpoint.latest(folder))
+
+
+@pytest.mark.parametrize("cut", [0, 9])
+def test_a_fork_of_unequal_rounds_without_a_change_has_the_digest_of_the_run(
+    unequal, tmp_path, cut
+):
+    folder, digest = unequal
+    log = log_of(folder, cut=cut)
+    assert max(record.chunks for record in log.rounds.values()) > 1
+    assert fork(folder, cut, tmp_path / "new").endswith(f"digest {digest}")
+
+
+@pytest.mark.parametrize("settings", [(), ("cadence.period=2",), ("cadence.period=3",)])
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_a_fork_of_unequal_rounds_trains_each_step_once(unequal, settings, leaves_out):
+    """Chunks have two steps; chunks of a place that is left out are trained one by one."""
+    folder, _ = unequal
+    place = places_of(folder, cut=4)[0] if leaves_out else None
+    log = log_of(folder, *settings, cut=4, without=place)
+    steps = steps_of(log, period=2)
+    assert steps == list(range(len(steps))) and 66 * 2 <= len(steps) < 66 * 2 + 3
+    check_inputs(log, place)
+
+
+def test_a_fork_does_not_choose_lengths_of_rounds(run, tmp_path):
+    with pytest.raises(JobError, match='cadence.period = "auto": a fork'):
+        fork(run[0], 0, tmp_path / "new", ["cadence.period=auto"])
 
 
 @pytest.mark.parametrize("cut", [0, 3])
@@ -55,13 +94,14 @@ def test_a_fork_without_a_change_has_the_recorded_schedule(run):
 
 def steps_of(log, period=4):
     """Return the steps that the rounds of a fork train, in ascending order."""
-    chunks = [record.chunk for record in log.rounds.values()]
-    if not log.chunks:
-        return sorted(step for c in chunks for step in range(c * period, (c + 1) * period))
-    later = {version: log.round(version).chunk for version in log.later}
-    past = [log.round(v).chunk for v in log.rounds if v not in log.later]
-    steps = [step for c in past for step in range(c * period, (c + 1) * period)]
-    return sorted(steps + [step for c in later.values() for step in log.chunks[c]])
+    steps: list[int] = []
+    for version, record in log.rounds.items():
+        if log.chunks and version in log.later:
+            assert record.chunks == 1
+            steps += log.chunks[record.chunk]
+        else:
+            steps += range(record.chunk * period, (record.chunk + record.chunks) * period)
+    return sorted(steps)
 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 8, 12])

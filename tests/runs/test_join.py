@@ -7,6 +7,7 @@ import re
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +15,13 @@ from torch import nn
 
 from mpigossip import cli
 from mpigossip.analysis.report import stays
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.members import outages
 from mpigossip.members.live import FolderExchange
 from mpigossip.members.place import Place, TrainingPlan
 from mpigossip.members.records import RecordStore
+from mpigossip.runs import start_and_resume
 from mpigossip.runs.members import join as joining
 from mpigossip.runs.members.join import join
 from mpigossip.runs.members.replay import ReplayMismatch, replay
@@ -98,6 +101,57 @@ def test_members_train_and_replay_is_equal(tmp_path, algorithm):
     assert "every digest is equal" in message and digest in message
     best = max(one.get("accuracy", 0) for one in result)
     assert best > 0.6, result
+
+
+UNEQUAL = ("cadence.period=auto", "cadence.shortest=2", "cadence.longest=8")
+"""Settings of members whose number of steps in a round follows their speed."""
+
+
+def slow_down(monkeypatch, waits):
+    """Let the steps of each further member wait for one of the times in ``waits``, in seconds."""
+    assemble = joining.assemble
+    waits = [*waits]
+
+    def slowed(*given):
+        made = assemble(*given)
+        step = made.trainer.step
+        wait = waits.pop()
+
+        def late_step(*steps):
+            time.sleep(wait)
+            return step(*steps)
+
+        made.trainer.step = late_step
+        return made
+
+    monkeypatch.setattr(joining, "assemble", slowed)
+
+
+@pytest.mark.parametrize("algorithm", ["dsgd", "noloco"])
+def test_fast_members_train_several_chunks_per_round(tmp_path, monkeypatch, algorithm):
+    folder = tmp_path / "run"
+    slow_down(monkeypatch, [0.2, 0.01, 0.01])
+    result = members(folder, 3, *UNEQUAL, algorithm=algorithm)
+    assert all(one["finished"] for one in result)
+    paths = folder.glob("chain/??????/??????")
+    rounds = [
+        record for record in map(json.loads, map(Path.read_text, paths)) if "chunks" in record
+    ]
+    assert {1} < {record["chunks"] for record in rounds} <= {1, 2, 3, 4}
+    message = replay(folder)
+    assert "every digest is equal" in message
+    assert checkpoint.digest(checkpoint.latest(folder)) in message
+    last = max(record["round"] for record in rounds if record["place"] == 1)
+    assert "every digest is equal" in replay(folder, 1, (last, last))
+    steps = read(folder / "logs/000001/log.h5").steps["step"]
+    assert (np.diff(np.ravel(steps)) == 1).all()
+
+
+def test_only_members_have_a_period_that_follows_speed(tmp_path):
+    with pytest.raises(JobError, match='cadence.period = "auto": .*mpigossip join'):
+        start_and_resume.train(
+            job("cadence.period=auto", f"run.output={tmp_path}"), SingleProcess(), 2
+        )
 
 
 def test_the_time_of_a_round_excludes_waiting_for_a_chunk(tmp_path, monkeypatch):

@@ -36,11 +36,12 @@ class Script:
     """Exchange of two chunks without another member."""
 
     def __init__(self):
-        self.chunks = iter([(5, 9), (3, 2), None])
+        self.chunks = 1
+        self.script = iter([(5, 9), (3, 2), None])
         self.sent = []
 
     def chunk(self):
-        return next(self.chunks)
+        return next(self.script)
 
     def send(self, state):
         self.sent.append(dict(state.numbers))

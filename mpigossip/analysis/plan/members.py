@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from mpigossip.algorithms.cadence import period_of
 from mpigossip.config import JobError
 from mpigossip.config.readable import aligned, format_bytes, pluralize
 from mpigossip.members.place import KEEP, LEASES
@@ -100,7 +101,7 @@ def advise(what: Subject, members: int, step_s: float, rate: float, epochs: floa
     """
     check_member(what.job)
     traffic = exchanges(what, 2)
-    period = int(what.job.cadence.options.get("period", 1))
+    period = period_of(what.job.cadence.options)
     steps = max(1, round(epochs * what.steps_per_epoch(1)))
     model = memory(what, traffic)["snapshot for checkpoints"]
     keep_every = what.job.members.keep_every

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from mpigossip.algorithms.cadence import period_of
 from mpigossip.config import Job
 
 RESULTS = "jobs/claims/RESULTS.md"
@@ -111,7 +112,7 @@ def nearest(job: Job, n: int, parameters: int, any_task: bool = False) -> Eviden
         method = "dmsgd-vanilla"  # the same formula: momentum that stays on its node
     period = 1
     if job.cadence.name != "always":
-        period = int(job.cadence.options.get("period", 1))
+        period = period_of(job.cadence.options)
     similar = [
         evidence
         for evidence in EVIDENCE

@@ -16,7 +16,7 @@ from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import aligned, pluralize, print_note
 from mpigossip.members.live import digest
-from mpigossip.members.place import FOLDERS, Place, record_name
+from mpigossip.members.place import BEHIND, FOLDERS, Place, record_name
 from mpigossip.members.records import End, Record, RecordStore, Version
 from mpigossip.runs.members.fork_schedule import (
     Change,
@@ -221,7 +221,8 @@ class Setting:
             second = assemble(self.job, world, 1)
             self.assemblies.append(second)
             period = Periods(self.recorded.steps, Member(second).steps)
-            if period.fork == period.recorded:
+            has_unequal_rounds = self.plan.longest > 1 and plan_of(second).longest == 1
+            if period.fork == period.recorded and not has_unequal_rounds:
                 self.member = Member(second)
             else:
                 self.periods = period
@@ -234,7 +235,7 @@ class Setting:
         log = ForkLog(
             Place(disk, self.plan, report=print_note),
             cut,
-            Change(without, self.graph, self.job.run.seed),
+            Change(without, self.graph, self.job.run.seed, BEHIND * self.plan.longest),
             self.periods,
             self.is_changed or without is not None,
             self.assemblies[0].engine.group.slots,
@@ -273,6 +274,11 @@ def changed_job(job: Job, settings: Sequence[str]) -> Job:
         raise JobError(
             f"{problems[0]}: a fork can't change this setting; it can change "
             f"{', '.join(CHANGEABLE)}, except {', '.join(UNCHANGEABLE)}"
+        )
+    if changed.cadence.options.get("period") == "auto" != job.cadence.options.get("period"):
+        raise JobError(
+            'cadence.period = "auto": a fork does not measure the speed of members; give a number '
+            "of steps"
         )
     check_member(changed)
     return changed

@@ -31,6 +31,8 @@ class Turn(NamedTuple):
     recorded: Version | None
     """Recorded round that trained this chunk, whose peer is kept; None: the schedule chooses a
     peer."""
+    chunks: int = 1
+    """Number of consecutive chunks that the round trains, from ``chunk`` on."""
 
 
 class Change(NamedTuple):
@@ -42,11 +44,16 @@ class Change(NamedTuple):
     """Name of the graph by which peers are chosen; None: the peers in the records are kept."""
     seed: int = 0
     """Seed of the graph "random-matching"."""
+    behind: int = BEHIND
+    """Largest difference in age between two models that are averaged (`Place.behind`)."""
 
 
 def recorded_turns(rounds: Iterable[Round]) -> list[Turn]:
     """Return the sorted turns of the recorded ``rounds``."""
-    return sorted(Turn(record.age, record.place, record.chunk, record.version) for record in rounds)
+    return sorted(
+        Turn(record.age, record.place, record.chunk, record.version, record.chunks)
+        for record in rounds
+    )
 
 
 def rescaled_turns(
@@ -61,7 +68,7 @@ def rescaled_turns(
     :param rounds: the recorded rounds, by version
     :param began: for each place, the time at which its first round in ``rounds`` began, in units of
         `Round.age`
-    :param old: number of steps of a recorded round
+    :param old: number of steps of a recorded chunk
     :param new: number of steps of a round of the fork
     :param steps: number of the first step that no recorded chunk contains; the last chunk is
         completed from there
@@ -72,8 +79,13 @@ def rescaled_turns(
     rest: list[int] = []
     for place, began_at in sorted(began.items()):
         records = [rounds[version] for version in sorted(rounds) if version.place == place]
-        own = [step for r in records for step in range(r.chunk * old, (r.chunk + 1) * old)]
-        times = [began_at, *(record.age for record in records)]
+        own: list[int] = []
+        times: list[float] = [began_at]  # The time at which each chunk was trained.
+        for record in records:
+            own += range(record.chunk * old, (record.chunk + record.chunks) * old)
+            last = times[-1]
+            per_chunk = (record.age - last) / record.chunks
+            times += [last + count * per_chunk for count in range(1, record.chunks + 1)]
         for end in range(new, len(own) + 1, new):
             before = (end - 1) // old
             part = end / old - before
@@ -145,7 +157,7 @@ class ForkSchedule:
 
     def _take(self, turn: Turn) -> None:
         if turn.place == self.change.without:
-            self.unassigned.append(turn.chunk)
+            self.unassigned.extend(range(turn.chunk, turn.chunk + turn.chunks))
             return
         place = turn.place
         # With another number of steps, all chunks without a turn follow at the end.
@@ -199,7 +211,7 @@ class ForkSchedule:
         progress = max((record.progress for record in inputs), default=0)
         if done:
             peer = self._peer(turn, number, *done[-1])
-        trained = self.progress[turn.chunk] if self.progress else turn.chunk + 1
+        trained = self.progress[turn.chunk] if self.progress else turn.chunk + turn.chunks
         version = Version(place, number)
         template = (
             self.recorded[turn.recorded] if turn.recorded else next(iter(self.recorded.values()))
@@ -209,8 +221,9 @@ class ForkSchedule:
             place=place,
             round=number,
             chunk=turn.chunk,
+            chunks=turn.chunks,
             peer=(peer.version,) if peer else (),
-            age=1 + max(age, peer.age if peer else 0),
+            age=turn.chunks + max(age, peer.age if peer else 0),
             progress=max(progress, trained, peer.progress if peer else 0),
         )
         if turn.recorded:
@@ -230,7 +243,8 @@ class ForkSchedule:
             done = {p: v[-1][1] for p, v in self._done.items() if v and p != self.change.without}
             present = [record for place, record in done.items() if self._left[place]]
             newest = sorted(present or done.values(), key=lambda r: (-r.age, r.place))
-            inputs = [record for record in newest if record.age + BEHIND >= newest[0].age][:NEWEST]
+            oldest = newest[0].age - self.change.behind
+            inputs = [record for record in newest if record.age >= oldest][:NEWEST]
         self.starts[turn.place] = replace(start, inputs=tuple(r.version for r in inputs))
         return inputs
 
@@ -251,7 +265,7 @@ class ForkSchedule:
         for place in self._order(turn.place, number):
             seen = [record for time, record in self._done[place] if time <= since]
             version = seen[-1] if seen else None
-            if version is None or abs(version.age - own.age) > BEHIND:
+            if version is None or abs(version.age - own.age) > self.change.behind:
                 continue
             if version.round > self._averaged.get((turn.place, place), 0):
                 return version

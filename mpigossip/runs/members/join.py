@@ -243,7 +243,8 @@ class _Watched:
         if records:
             self._log(_of_ranks(records), chunk)
         live = self.live
-        if self.member.done == 2 * self.member.steps:
+        # The second round has just ended.
+        if live.place.round == 3 and not self.member.within:
             live.decide(self._check_round)
         if live.stopping():
             raise StopRequested
@@ -253,7 +254,9 @@ class _Watched:
         place = self.live.place
         seconds = self.live.round_seconds()
         check_lease(place.plan.lease_s, seconds)
-        if warning := describe_slow_folder(self.folder_s, seconds, self.member.steps):
+        if warning := describe_slow_folder(
+            self.folder_s, seconds, self.member.steps * place.chunks
+        ):
             place.report(warning)
 
     def _log(self, record: StepMetrics, chunk: int) -> None:
@@ -266,7 +269,7 @@ class _Watched:
         peer = self.live.place.peer
         steps = self.member.steps
         # Number of steps done in the present round; 0 if the round has just ended.
-        within = self.member.done % steps
+        within = self.member.within
         # The engine has one model, and has computed its distance from itself, which is 0. The
         # distance from the average of all members is not known.
         record = replace(record, consensus_distance=float("nan"))
@@ -513,9 +516,12 @@ def plan_of(assembly: Assembly, lease_s: float | None = None) -> TrainingPlan:
     """
     section = assembly.parts.job.members
     chunks = -(-assembly.total_steps // steps_of_round(assembly))
-    block = max(1, min(section.claim_rounds, chunks // 64))
+    longest = assembly.parts.cadence.longest_round
+    # If members are unequal, a block is one round of the fastest: a slow member then holds few
+    # chunks at the end, when the others wait for it.
+    block = longest if longest > 1 else max(1, min(section.claim_rounds, chunks // 64))
     lease = section.lease_s if lease_s is None else lease_s
-    return TrainingPlan(chunks, block, lease, section.keep_every)
+    return TrainingPlan(chunks, block, lease, section.keep_every, longest)
 
 
 def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dict[str, str]:

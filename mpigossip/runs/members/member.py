@@ -48,10 +48,12 @@ def part_of(group: Group, flat: Any, ranks: int) -> Part | None:
 
 
 class FolderMixer(Simulated):
-    """Mixer of a member: it computes x ← ½ (x + x_j) with the model x_j of another member.
+    """Mixer of a member: x ← (1 − w) x + w x_j with the model x_j of another member.
 
-    If x_j is older than x, it is corrected by :func:`~mpigossip.members.live.correct_for_age`. If
-    no other member has a new model, x stays as it is.
+    The weight w is ½ if both have trained equally many chunks in their last rounds (see
+    :func:`~mpigossip.members.pace.peer_weight`). If x_j is older than x, it is corrected by
+    :func:`~mpigossip.members.live.correct_for_age`. If no other member has a new model, x stays as
+    it is.
     """
 
     def __init__(self, graph, layout: MessageLayout, member: Member):
@@ -86,16 +88,17 @@ class FolderMixer(Simulated):
         """
         if not self._member.receive(self._mixed):
             return self._out, self._out
+        weight = self._member.exchange.peer_weight
         for sent, mixed in zip(self._out, self._mixed, strict=True):
-            weighted_sum((0.5, 0.5), [sent[0], mixed[0]], mixed[0])
+            weighted_sum((1 - weight, weight), [sent[0], mixed[0]], mixed[0])
         return self._out, self._mixed
 
 
 class Member:
     """Training of one member, with its model and engine.
 
-    In each round, the member trains H steps on a chunk, publishes its model x, and averages it with
-    the model x_j of one other member: x ← ½ (x + x_j).
+    In each round, the member trains H steps on each of one or several chunks, publishes its model
+    x, and averages it with the model x_j of one other member: see `FolderMixer`.
     """
 
     def __init__(self, assembly: Assembly):
@@ -114,7 +117,10 @@ class Member:
         self.part = part_of(engine.group, engine.vector.flat, ranks)
         """Part of the model that this rank holds; None: the whole model."""
         self.steps = steps_of_round(assembly)
-        """Number H of steps in a round."""
+        """Number H of steps in a chunk."""
+        self.within = 0
+        """Number of steps done in the present round; 0: it has not begun, or has just ended."""
+        self._round_steps = self.steps
         self.exchange: Any = None
         """Source of chunks and of other members' models; None before the first round."""
         self.data_step = 0
@@ -122,6 +128,11 @@ class Member:
         self.seed = self.capture([(x,) for x in engine.vector.x], 0)
         self.mixer = FolderMixer(assembly.parts.graph, engine.mixer.layout, self)
         engine.replace_mixer(self.mixer)
+        if engine.cadence.longest_round > 1:
+            kinds = ExchangeKind.LOCAL, ExchangeKind.GOSSIP
+            engine.cadence = engine.cadence._replace(
+                kind=lambda state, index: kinds[self.within + 1 == self._round_steps]
+            )
 
     @property
     def done(self) -> int:
@@ -145,7 +156,7 @@ class Member:
         :param exchange: exchange that returns the peer's model
         """
         engine = self.engine
-        self._load(state, int(state.numbers["local_steps"]), rounds)
+        self._load(state, int(state.numbers["local_steps"]), rounds, exchange.chunks_before)
         self.exchange = exchange
         for out, x in zip(self.mixer.outbox(0), engine.vector.x, strict=True):
             out[0].copy_(x)
@@ -160,6 +171,7 @@ class Member:
         state: NodeState,
         local_steps: int,
         rounds: int = 0,
+        chunks: int = 0,
         names: Container[str] | None = None,
     ) -> None:
         """Load a model with its buffers and arrays of the algorithm's state.
@@ -167,6 +179,7 @@ class Member:
         :param state: the model
         :param local_steps: number of local steps that the model has made
         :param rounds: number of rounds that the member had completed when it published the model
+        :param chunks: number of chunks that it had trained in these rounds
         :param names: last parts of the names of the arrays to load, such as "momentum"; None: all
         """
         engine = self.engine
@@ -175,7 +188,7 @@ class Member:
         engine.group.all_gather(engine.vector.x, engine.vector.full)
         engine.replace_mixer(self.mixer)
         engine.restart()
-        counters = {"index": rounds * self.steps, "round": rounds, "born": 0}
+        counters = {"index": chunks * self.steps, "round": rounds, "born": 0}
         engine.restore_counters(counters | {"local_steps": local_steps})
         for name, parts in engine.parts().items():
             if names is None or name.split("/")[-1] in names:
@@ -198,9 +211,14 @@ class Member:
             chunk, progress = chunk_and_progress
             # The learning rate follows the progress of all members, and not the chunk.
             ahead = max(progress - chunk, 0) * self.steps
-            for step in range(chunk * self.steps, (chunk + 1) * self.steps):
-                self.data_step = step
-                after(self.trainer.step(step, step + ahead), chunk)
+            first = chunk * self.steps
+            self._round_steps = exchange.chunks * self.steps
+            for within in range(self._round_steps):
+                self.within = within
+                self.data_step = first + within
+                record = self.trainer.step(self.data_step, self.data_step + ahead)
+                self.within = (within + 1) % self._round_steps
+                after(record, self.data_step // self.steps)
 
     def capture(self, message: MessageArrays, local_steps: int) -> NodeState:
         """Return the state to publish: model, buffers, and the arrays of the algorithm.
@@ -276,8 +294,8 @@ class Member:
 
 
 def steps_of_round(assembly: Assembly) -> int:
-    """Return the number H of steps from one exchange to the next."""
-    cadence = assembly.engine.cadence
+    """Return the number H of steps in a chunk, after which a member may exchange."""
+    cadence = assembly.parts.cadence
     index = 0
     while cadence.kind(cadence.init(), index) is ExchangeKind.LOCAL:
         index += 1

@@ -26,7 +26,7 @@ from mpigossip.training import shape
 
 T = TypeVar("T")
 
-COUNTERS = ("number", "round", "age", "progress", "peer", "remaining")
+COUNTERS = ("number", "round", "age", "progress", "peer", "remaining", "chunks")
 """Attributes of `Place` that all ranks copy from rank 0 after each decision."""
 TAG = 41
 

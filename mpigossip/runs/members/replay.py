@@ -13,6 +13,7 @@ from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import pluralize, print_note
 from mpigossip.members.live import correct_for_age, digest, read_model, rounds_late
+from mpigossip.members.pace import peer_weight
 from mpigossip.members.parts import parts_of
 from mpigossip.members.place import KEEP, Place, record_name
 from mpigossip.members.records import Closed, End, RecordStore, Round, Start, Version
@@ -90,8 +91,8 @@ class ReplayLog:
         chunks = self.place.plan.chunks
         rounds: dict[int, list[Version]] = {chunk: [] for chunk in range(chunks)}
         for version, record in self.rounds.items():
-            if record is not None:
-                rounds.setdefault(record.chunk, []).append(version)
+            for chunk in range(record.chunk, record.chunk + record.chunks) if record else ():
+                rounds.setdefault(chunk, []).append(version)
         trained = sum(map(bool, rounds.values()))
         twice = [chunk for chunk, versions in rounds.items() if len(versions) > 1]
         if twice:
@@ -223,6 +224,22 @@ class ReplayLog:
         late_by = inputs[0].round - inputs[2].round
         return models[:1], correct_for_age(models[1], models[0], models[2], late_by), progress
 
+    def describe(self, version: Version, exchange: ReplayExchange) -> None:
+        """Set the weight and the numbers of chunks in an exchange, by the records of a place.
+
+        :param version: round that is repeated
+        :param exchange: exchange of this round
+        """
+        record = self.round(version)
+        exchange.chunks = record.chunks
+        exchange.chunks_before = version.round - 1
+        if self.place.plan.longest > 1:
+            before = [self.round(Version(version.place, r)) for r in range(1, version.round)]
+            exchange.chunks_before = sum(earlier.chunks for earlier in before)
+        if record.peer and version.round > 1:
+            own = self.round(Version(version.place, version.round - 1)).chunks
+            exchange.peer_weight = peer_weight(own, self.round(record.peer[0]).chunks)
+
     def check(self, version: Version, state: NodeState) -> None:
         """Compare a repeated model with its record, and keep the model if later rounds need it.
 
@@ -279,12 +296,18 @@ class ReplayExchange:
 
     sent: NodeState
     """Model that the member published, after the round."""
+    chunks = 1
+    """Number of chunks in the round."""
+    chunks_before = 0
+    """Number of chunks that the place has trained in earlier rounds."""
+    peer_weight = 0.5
+    """Weight of the peer's model, see `pace.peer_weight`."""
 
     def __init__(self, peer: NodeState | None, chunk: int, progress: int, place: int):
         """Prepare the inputs of the round.
 
         :param peer: the peer's model, corrected for its age; None: no peer
-        :param chunk: chunk that the round trains
+        :param chunk: first chunk that the round trains
         :param progress: progress before the round, in chunks
         :param place: number of the place whose round it is
         """
@@ -332,6 +355,7 @@ def repeat_round(script: ReplayLog, version: Version, member: Any) -> NodeState:
     """
     models, peer, progress = script.take_inputs(version)
     exchange = ReplayExchange(peer, script.round(version).chunk, progress, version.place)
+    script.describe(version, exchange)
     if version.round == 1:
         member.begin(models)
     else:
