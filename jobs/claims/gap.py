@@ -20,9 +20,9 @@ from designs import (
     Cell,
     best_rate,
     pair_rates,
-    reported,
+    reported_runs,
+    search_runs,
     searched_rates,
-    tried,
 )
 from judging import LEVEL, Verdict, format_interval, holm, judge, of_values
 from stored import Line, finals
@@ -97,7 +97,7 @@ def equals(runs: Sequence[Line]) -> list[Gap]:
     for cell in pairs():
         rates = {r["lr"] for r in runs if r["study"] == "gap" and r["level"] != "search"}
         for lr in sorted(rates, reverse=True):
-            both = (reported(runs, cell.nodes, cell.labels, m, lr) for m in PAIR)
+            both = (reported_runs(runs, cell.nodes, cell.labels, m, lr) for m in PAIR)
             rows.append(behind(title(cell, f"rate {lr:g}"), *both))
     return [row for row in rows if row]
 
@@ -227,15 +227,15 @@ def remedies(runs: Sequence[Line]) -> list[Remedy]:
     rows = []
     for where in (REMEDIED, AT_PARALLELS):
         rate = dict.fromkeys(PAIR, best["parallel"]) if where == AT_PARALLELS else best
-        both = {m: reported(runs, 16, cell.labels, m, rate[m]) for m in PAIR}
+        both = {m: reported_runs(runs, 16, cell.labels, m, rate[m]) for m in PAIR}
         for method in (*REMEDIES, *CONTROLS):
             lr = best["parallel"]
             if where == REMEDIED:
-                trials = tried(cell, method, runs)
+                trials = search_runs(cell, method, runs)
                 if not all(rate in trials for rate in searched_rates(cell, method, runs)):
                     continue
                 lr = best_rate([*trials.values()])
-            remedied = reported(runs, 16, cell.labels, method, lr)
+            remedied = reported_runs(runs, 16, cell.labels, method, lr)
             base = "parallel" if method.startswith("parallel") else "one-peer"
             compared = [remedied, both[base], both["parallel"], both["one-peer"]]
             if not all(

@@ -56,15 +56,15 @@ class Verdict(NamedTuple):
     """
 
     claim: str
-    alone: bool | None
+    holds: bool | None
     p: float
     adjusted: float = 1.0
 
     @property
     def words(self) -> str:
         """The verdict in the form of the page, after Holm's procedure."""
-        name = VERDICTS[self.alone]
-        if self.alone is None or self.adjusted <= LEVEL:
+        name = VERDICTS[self.holds]
+        if self.holds is None or self.adjusted <= LEVEL:
             return name
         return f"cannot tell (alone: {name.strip('*')})"
 

@@ -77,7 +77,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def chosen(options: argparse.Namespace) -> list[str]:
+def chosen_names(options: argparse.Namespace) -> list[str]:
     """Return the names of the claims to measure.
 
     They are the ones that --only names, those without training for --quick, or all.
@@ -88,14 +88,16 @@ def chosen(options: argparse.Namespace) -> list[str]:
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Measure the chosen claims; yield each row as soon as it is measured."""
-    for name in chosen(options):
+    for name in chosen_names(options):
         function = FUNCTIONS.get(name)
         yield from function(options) if function else Protocol(PROTOCOLS[name], options).rows()
 
 
 def protocols(options: argparse.Namespace) -> list[Protocol]:
     """Return the protocols of the chosen claims that need training."""
-    return [Protocol(PROTOCOLS[name], options) for name in chosen(options) if name in PROTOCOLS]
+    return [
+        Protocol(PROTOCOLS[name], options) for name in chosen_names(options) if name in PROTOCOLS
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:

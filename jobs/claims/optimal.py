@@ -268,9 +268,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     text = options.out.read_text("utf-8") if options.out.exists() else ""
     lines = [x for x in map(json.loads, text.splitlines()) if x["study"] == "optimal"]
-    done = {(x["nodes"], x["cell"]["zeta"]) for x in lines}
+    stored = {(x["nodes"], x["cell"]["zeta"]) for x in lines}
     for n, zeta in product(SIZES, ZETAS):
-        if (n, f"{zeta:g}") in done:
+        if (n, f"{zeta:g}") in stored:
             continue
         more = [line for draw in range(DRAWS) for line in measure(n, zeta, draw)]
         with options.out.open("a", encoding="utf-8") as out:

@@ -20,9 +20,9 @@ from designs import (
     Cell,
     best_rate,
     few_vectors,
-    optimized,
+    method_label,
+    search_runs,
     searched_rates,
-    tried,
 )
 from judging import PAIRS, Verdict, format_interval, holm, judge, of_values
 from stored import Line, finals
@@ -86,16 +86,16 @@ def exchange_claims(runs: Sequence[Line], study: str, model: str) -> list[Claim]
 
     def gap(optimizer: str, exchange: str) -> BySeed:
         own, base = (
-            results(runs, *needs(optimized(optimizer, name))[0])
+            results(runs, *needs(method_label(optimizer, name))[0])
             for name in (exchange, "all-reduce")
         )
         return excess(own, base)
 
     few = few_vectors(runs)
-    method = few and optimized("Muon", few)
-    all_reduce = {name: optimized(name, "all-reduce") for name in ("AdamW", "Muon")}
-    one_peer = {name: optimized(name, "one-peer") for name in ("AdamW", "Muon")}
-    exact = {name: optimized(name, "exact averages") for name in ("AdamW", "Muon")}
+    method = few and method_label("Muon", few)
+    all_reduce = {name: method_label(name, "all-reduce") for name in ("AdamW", "Muon")}
+    one_peer = {name: method_label(name, "one-peer") for name in ("AdamW", "Muon")}
+    exact = {name: method_label(name, "exact averages") for name in ("AdamW", "Muon")}
     ahead = [results(runs, *needs(m)[0]) for m in (all_reduce["AdamW"], one_peer["Muon"])]
     claims = [
         Claim(
@@ -192,7 +192,7 @@ def claim_lines(runs: Sequence[Line]) -> list[str]:
 
 def searched_text(runs: Sequence[Line], cell: Cell, method: str) -> str:
     """Return the losses or accuracies of a method's search as text, with its learning rates."""
-    trials = sorted(tried(cell, method, runs).items())
+    trials = sorted(search_runs(cell, method, runs).items())
     values = [
         f"{lr:g}: {line['figures'][cell.metric]:.4f}" if line["figures"] else f"{lr:g}: diverged"
         for lr, line in trials
@@ -223,7 +223,7 @@ def method_lines(runs: Sequence[Line]) -> list[str]:
             if by_seed:
                 mean = f"{np.mean([*by_seed.values()]):.4f}"
             if len(by_seed) == len(SEEDS) and exchange in EXCHANGES:
-                base = optimized(optimizer, "all-reduce")
+                base = method_label(optimizer, "all-reduce")
                 base_cell = cell_of(cell.study, cell.nodes, cell.labels["model"], base)
                 values = [*excess(by_seed, results(runs, base_cell, base)).values()]
                 if exchange != "all-reduce" and len(values) == len(SEEDS):

@@ -18,8 +18,8 @@ from designs import (
     STUDIES,
     WITHIN,
     Cell,
-    Chosen,
-    chosen,
+    SearchResult,
+    search_result,
     vectors,
 )
 from judging import Verdict, format_interval, holm, judge, of_values
@@ -44,7 +44,7 @@ def accuracies(runs: Sequence[Line], cell: Cell) -> Accuracies:
     return results
 
 
-def ahead(results: Accuracies) -> dict[str, list[float]]:
+def lead_of_first(results: Accuracies) -> dict[str, list[float]]:
     """Return the percentage points by which the graph FIRST is better than each other graph.
 
     The keys are the other graphs; each value is a list with one number per seed.
@@ -65,7 +65,7 @@ def searched_verdicts(runs: Sequence[Line]) -> list[Verdict]:
         [
             judge(f"{cell.labels['model']}: {FIRST} ahead of {other}", [of_values(values)])
             for cell in STUDIES["searched"]()
-            for other, values in ahead(accuracies(runs, cell)).items()
+            for other, values in lead_of_first(accuracies(runs, cell)).items()
         ]
     )
 
@@ -91,7 +91,7 @@ def searched_page(runs: Sequence[Line]) -> str:
                 continue
             (rate, values), more = results[method], "|  |  |"
             if verdict := verdicts.get(f"{model}: {FIRST} ahead of {method}"):
-                by = format_interval(of_values(ahead(results)[method]))
+                by = format_interval(of_values(lead_of_first(results)[method]))
                 more = f"| {by} | {verdict.words} |"
             lines.append(f"{name} | {rate:g} | {format_interval(of_values(values))} {more}")
     return "\n".join([*lines, "", f"{len(searched)} runs stored."]) + "\n"
@@ -136,8 +136,8 @@ def losses(
     }
 
 
-def compared(
-    runs: Sequence[Line], model: str, finalist: Chosen
+def finalist_and_controls(
+    runs: Sequence[Line], model: str, finalist: SearchResult
 ) -> list[tuple[str, float, dict[int, float], int]]:
     """Return the results of the finalist and its controls.
 
@@ -161,12 +161,12 @@ def parities(runs: Sequence[Line], model: str) -> list[Parity]:
 
     There are no rows if runs of parallel SGD are missing.
     """
-    finalist = chosen(model, runs)
+    finalist = search_result(model, runs)
     if finalist is None:
         return []
     base = losses(runs, model, "parallel", finalist.parallel)
     rows = []
-    for method, lr, by_seed, period in compared(runs, model, finalist):
+    for method, lr, by_seed, period in finalist_and_controls(runs, model, finalist):
         if all(seed in by_seed and seed in base for seed in SEEDS):
             above = [100 * (by_seed[seed] / base[seed] - 1) for seed in SEEDS]
             sent = vectors(period, finalist.start, SIZES[model][0]) if period else 0.0
@@ -200,7 +200,7 @@ def diloco_page(runs: Sequence[Line]) -> str:
     for model in SIZES:
         matching = [r for r in runs if r["study"] == "diloco" and r["cell"]["model"] == model]
         lines += [f"{model}, {SIZES[model][0]:,} steps: {len(matching)} runs stored.", ""]
-        if finalist := chosen(model, runs):
+        if finalist := search_result(model, runs):
             lines += [*_reported(runs, model, finalist, verdicts), ""]
         tried: dict[str, list[str]] = {}
         for run in matching:
@@ -217,7 +217,7 @@ def diloco_page(runs: Sequence[Line]) -> str:
 
 
 def _reported(
-    runs: Sequence[Line], model: str, finalist: Chosen, verdicts: dict[str, str]
+    runs: Sequence[Line], model: str, finalist: SearchResult, verdicts: dict[str, str]
 ) -> list[str]:
     base = losses(runs, model, "parallel", finalist.parallel)
     loss = f"{len(base)} of {len(SEEDS)} seeds"
@@ -229,7 +229,7 @@ def _reported(
         f"| parallel | {finalist.parallel:g} | {loss} |  | 1, 1 |  |",
     ]
     complete = {row.method: row for row in parities(runs, model)}
-    for method, lr, by_seed, _ in compared(runs, model, finalist):
+    for method, lr, by_seed, _ in finalist_and_controls(runs, model, finalist):
         if method not in complete:
             lines.append(f"| {method} | {lr:g} | {len(by_seed)} of {len(SEEDS)} seeds |  |  |  |")
             continue

@@ -117,7 +117,7 @@ class Protocol:
             for table, study in self.tables():
                 study.plot(out=study.folder / f"curves{'-common' * bool(table)}.png")
                 for row in self.judging["row"]:
-                    yield Row(*_head(row), *measured(study, row), "order" in row, table)
+                    yield Row(*_head(row), *judge_row(study, row), "order" in row, table)
         except Failure as error:
             for row in self.judging["row"]:
                 yield Row(*_head(row), f"not run: {error}", None, judged=False)
@@ -145,7 +145,7 @@ def _filled(study_arguments: Mapping[str, Any], values: Mapping[str, str]) -> di
     return json.loads(text) | {"job": study_arguments["job"]}
 
 
-def measured(study: Study, row: Mapping[str, Any]) -> tuple[str, bool | None]:
+def judge_row(study: Study, row: Mapping[str, Any]) -> tuple[str, bool | None]:
     """Return the measured values of a row as text, and whether its claim holds; None: undecided."""
     at = {axis: str(label) for axis, label in row.get("at", {}).items()}
     cells = {
@@ -155,7 +155,7 @@ def measured(study: Study, row: Mapping[str, Any]) -> tuple[str, bool | None]:
     }
     shares = dict.fromkeys(row.get("figures", [study.judge]), 1.0) | row.get("share", {})
     order = row.get("order", [])
-    words = [_method(study, cells[name], shares, row) for name in order or cells]
+    words = [_describe_method(study, cells[name], shares, row) for name in order or cells]
     pairs = [(order[0], name) for name in order[1:]] if "alike" in row else [*pairwise(order)]
     differences = []
     for figure, share in shares.items():
@@ -167,14 +167,14 @@ def measured(study: Study, row: Mapping[str, Any]) -> tuple[str, bool | None]:
     if not differences:
         return "; ".join(words), None
     verdict = judge(row["claim"], differences, row.get("by", 0.0), row.get("alike"))
-    return "; ".join(words), verdict.alone
+    return "; ".join(words), verdict.holds
 
 
 def _lead(difference: Difference) -> str:
     return format_interval(difference, "+.3g") if difference.pairs else "– (all pairs diverged)"
 
 
-def _method(study: Study, cell: Cell, figures: Mapping[str, float], row) -> str:
+def _describe_method(study: Study, cell: Cell, figures: Mapping[str, float], row) -> str:
     """Return a text about a method: its metrics with intervals, and its learning rate.
 
     Bytes are included if the row is judged by them.
@@ -187,15 +187,15 @@ def _method(study: Study, cell: Cell, figures: Mapping[str, float], row) -> str:
             mean, half = interval([run.last(name) for run in runs])
             words.append(f"{name} {number(mean)} ± {number(half)}")
     if "reaches" in row:
-        words.append(_until(study, cell, row["reaches"]))
+        words.append(_megabytes_until(study, cell, row["reaches"]))
     if "bytes_sent" in figures:
-        words.append(f"{number(measured_row['MB'])} MB{_codes(cell, runs)}")
+        words.append(f"{number(measured_row['MB'])} MB{_message_sizes(cell, runs)}")
     rate = f" (lr {measured_row['lr']:g})" if "lr" in measured_row else ""
     notes = f" ({', '.join(lost(measured_row))})" if lost(measured_row) else ""
     return f"{cell.label('method')}{rate}: {', '.join(words)}{notes}"
 
 
-def _until(study: Study, cell: Cell, loss: float) -> str:
+def _megabytes_until(study: Study, cell: Cell, loss: float) -> str:
     """Return the MB that a node sends until the training loss reaches ``loss``, as text.
 
     The training loss is averaged over 20 steps.
@@ -210,7 +210,7 @@ def _until(study: Study, cell: Cell, loss: float) -> str:
     return f"{number(np.mean(sent)) if sent else '–'} MB to {loss:g}{note}"
 
 
-def _codes(cell: Cell, runs: Sequence[RunResult]) -> str:
+def _message_sizes(cell: Cell, runs: Sequence[RunResult]) -> str:
     """Return the bytes of encoded and of decoded messages on a ring as text, as papers count."""
     job = assemble.load(runs[0].log.job) if runs else None
     if job is None or job.node.wire == "fp32":

@@ -95,7 +95,7 @@ def run(words: list[str], folder: Path) -> Log:
     """
     shutil.rmtree(folder, ignore_errors=True)
     environment = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [*words, f"run.output={folder}"],
         env=environment,
         timeout=LIMIT_S,
@@ -103,12 +103,12 @@ def run(words: list[str], folder: Path) -> Log:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    if done.returncode not in (OK, STOPPED):
-        sys.exit(f"{' '.join(words)}: code {done.returncode}\n{done.stdout[-3000:]}")
+    if completed.returncode not in (OK, STOPPED):
+        sys.exit(f"{' '.join(words)}: code {completed.returncode}\n{completed.stdout[-3000:]}")
     return read(folder / "log.h5")
 
 
-def measured(method: str, link: Link, scratch: Path) -> Line:
+def measure(method: str, link: Link, scratch: Path) -> Line:
     """Run a method until it reaches the goal; return the measured and the virtual seconds."""
     stored = seconds.finals(lines(RUNS))
     job_settings = settings(stored[method][SEED], link)
@@ -125,7 +125,7 @@ def measured(method: str, link: Link, scratch: Path) -> Line:
     log = run(words, scratch / "ranks")
     if not np.array_equal(log.steps["loss"][:steps], simulated.steps["loss"][:steps]):
         sys.exit(f"{method}: {len(log.steps['loss'])} steps differ from the simulator's {steps}")
-    clock = seconds.ends(
+    clock = seconds.end_times(
         method,
         np.flatnonzero(simulated.steps["kind"][:, 0]).tolist(),
         len(simulated.steps["step"]),
@@ -156,15 +156,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.scratch.mkdir(parents=True, exist_ok=True)
     os.environ["MPIGOSSIP_NET_LAB_BURST"] = "32kb"
-    done = {(x["gbit"], x["latency"], x["method"]) for x in lines(LINKS)}
+    stored = {(x["gbit"], x["latency"], x["method"]) for x in lines(LINKS)}
     for link in CELLS:
         rate = f"{link.megabits}mbit"
         ms = "0" if link.latency < 1e-4 else f"{1e3 * link.latency:g}"
         subprocess.run([LAB, "up", str(seconds.CELL.nodes), rate, ms], check=True)
         try:
             for method in METHODS:
-                if (link.gbit, link.latency, method) not in done:
-                    result = measured(method, link, options.scratch)
+                if (link.gbit, link.latency, method) not in stored:
+                    result = measure(method, link, options.scratch)
                     with LINKS.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(result) + "\n")
                     print(result, flush=True)

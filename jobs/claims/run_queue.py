@@ -38,8 +38,8 @@ from designs import (  # noqa: E402
     STUDIES,
     Cell,
     best_rate,
+    search_runs,
     searched_rates,
-    tried,
 )
 from inputs import packed_text, searched_graph  # noqa: E402
 
@@ -74,23 +74,23 @@ def identity(line: Line) -> str:
     return json.dumps([line.get(key) for key in keys], sort_keys=True)
 
 
-def wanted(cell: Cell, done: list[Line]) -> Iterator[Line]:
+def wanted_runs(cell: Cell, runs: list[Line]) -> Iterator[Line]:
     """Yield the runs of a cell, as far as they are known: first the search, then the others.
 
     :param cell: the cell
-    :param done: all finished runs, on whose results further runs depend
+    :param runs: all finished runs, on whose results further runs depend
     """
     about = {"study": cell.study, "nodes": cell.nodes, "cell": cell.labels}
     if cell.order:
-        for method, level, lr, seed in cell.order(done):
+        for method, level, lr, seed in cell.order(runs):
             yield about | {"method": method, "level": level, "lr": lr, "seed": seed}
         return
     best: dict[str, float] = {}
     for method in cell.methods:
-        rates = searched_rates(cell, method, done)
+        rates = searched_rates(cell, method, runs)
         for rate in rates:
             yield about | {"method": method, "level": "search", "lr": rate, "seed": SEARCH}
-        if rates[-1] in (result := tried(cell, method, done)):
+        if rates[-1] in (result := search_runs(cell, method, runs)):
             best[method] = best_rate([*result.values()], cell.metric)
     if len(best) < len(cell.methods):
         return
@@ -127,8 +127,8 @@ def train(line: Line, options: argparse.Namespace) -> Line:
     job = assemble.load(Path(JOB), [*filled.split(), f"run.output={folder}"])
     began = time.process_time()
     try:
-        with SingleProcess() as alone:
-            summary = start_and_resume.train(job, alone, line["nodes"])
+        with SingleProcess() as world:
+            summary = start_and_resume.train(job, world, line["nodes"])
         if not summary["finished"]:
             sys.exit("stopped: the current run was not written")
     except NonFiniteError:
@@ -150,7 +150,7 @@ def train(line: Line, options: argparse.Namespace) -> Line:
     return line | {"figures": rounded, **more, "digest": summary["digest"]}
 
 
-def alone(line: Line, options: argparse.Namespace) -> Line:
+def train_in_child(line: Line, options: argparse.Namespace) -> Line:
     """Call `train` in a forked process, so that its memory and its signals affect no other run."""
     fork = multiprocessing.get_context("fork")
     receiving, sending = fork.Pipe(duplex=False)
@@ -183,37 +183,37 @@ def cells(options: argparse.Namespace) -> list[Cell]:
     return [cell for name in options.study or STUDIES for cell in STUDIES[name]()]
 
 
-def clock(text: str) -> str:
+def time_of_day(text: str) -> str:
     """Return a time of day as HH:MM with two digits each, so that such texts can be compared."""
     return datetime.strptime(text, "%H:%M").strftime("%H:%M")
 
 
 def queue(options: argparse.Namespace) -> int:
     """Make the missing runs, cell by cell, until --until; return the number of runs made."""
-    done = lines(options.out)
-    stored = {identity(line) for line in done}
+    runs = lines(options.out)
+    stored = {identity(line) for line in runs}
     count = 0
-    of = origin()
+    versions = origin()
     for cell in cells(options):
         while True:
-            missing = [run for run in wanted(cell, done) if identity(run) not in stored]
+            missing = [run for run in wanted_runs(cell, runs) if identity(run) not in stored]
             if not missing:
                 break
             if options.until and datetime.now().strftime("%H:%M") >= options.until:
                 return count
             line = missing[0]
-            result = alone(line | {"settings": settings(cell, line)}, options) | of
+            result = train_in_child(line | {"settings": settings(cell, line)}, options) | versions
             with options.out.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(result, ensure_ascii=False) + "\n")
                 out.flush()
                 os.fsync(out.fileno())
-            done.append(result)
+            runs.append(result)
             stored.add(identity(result))
             count += 1
     return count
 
 
-def again(options: argparse.Namespace) -> int:
+def repeat(options: argparse.Namespace) -> int:
     """Repeat some stored runs; return exit code 1 if the digest of any run differs, otherwise 0."""
     candidates = [
         line for line in lines(options.out) if line.get("digest") and line["study"] in STUDIES
@@ -233,8 +233,8 @@ def estimate(options: argparse.Namespace) -> None:
     for cell in cells(options):
         total = len(cell.methods) * (len(cell.rates) + len(SEEDS) * len(cell.levels))
         if cell.order is not None:  # Further runs depend on results, so count only those known now.
-            total = sum(1 for _ in wanted(cell, lines(options.out)))
-        finished = sum(identity(run) in stored for run in wanted(cell, lines(options.out)))
+            total = sum(1 for _ in wanted_runs(cell, lines(options.out)))
+        finished = sum(identity(run) in stored for run in wanted_runs(cell, lines(options.out)))
         print(f"{cell.study:10} n = {cell.nodes:3} {cell.labels}: {finished} of {total} runs")
 
 
@@ -248,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--scratch", type=Path, required=True, help="folder for temporary logs")
     add("--out", type=Path, default=RUNS, help="lines of JSON; default: runs.jsonl of this folder")
     add("--study", action="append", choices=[*STUDIES], help="repeatable; default: all in order")
-    add("--until", metavar="HH:MM", type=clock, help="start no run after this time of today")
+    add("--until", metavar="HH:MM", type=time_of_day, help="start no run after this time of today")
     add("--again", type=int, default=0, metavar="N", help="repeat N runs and compare their digests")
     add("--estimate", action="store_true", help="print the numbers of finished and missing runs")
     options = parser.parse_args(arguments)
@@ -258,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
         estimate(options)
         return 0
     if options.again:
-        return again(options)
+        return repeat(options)
     print(f"{queue(options)} runs done", flush=True)
     return 0
 

@@ -24,7 +24,7 @@ def faults(runs: Sequence[Line]) -> list[str]:
     problems = list[str]()
     seen = dict[str, Line]()
     for line in runs:
-        name = called(line)
+        name = describe(line)
         cell = designs.get((line["study"], line["nodes"], key(line["cell"])))
         if (line["seed"] == SEARCH) != (line["level"] == "search"):
             problems.append(
@@ -40,13 +40,13 @@ def faults(runs: Sequence[Line]) -> list[str]:
         for mark in marks:
             other = seen.setdefault(mark, line)
             if other is not line:
-                problems.append(f"{name}: the same run is also stored as {called(other)}")
+                problems.append(f"{name}: the same run is also stored as {describe(other)}")
     figures: dict[str, Line] = {}
     for line in runs:
         if line["figures"] and line["figures"].get("loss") is not None:
             other = figures.setdefault(str(line["figures"]["loss"]) + str(line["nodes"]), line)
             if other is not line and other["figures"]["accuracy"] == line["figures"]["accuracy"]:
-                problems.append(f"{called(line)}: the metrics equal those from {called(other)}")
+                problems.append(f"{describe(line)}: the metrics equal those from {describe(other)}")
     return problems
 
 
@@ -78,7 +78,7 @@ def key(labels: dict[str, str]) -> str:
     return json.dumps(labels, sort_keys=True)
 
 
-def called(line: Line) -> str:
+def describe(line: Line) -> str:
     """Describe a stored run: study, nodes, labels, method, level, learning rate and seed."""
     cell = ", ".join(f"{k} {v}" for k, v in line["cell"].items())
     return (

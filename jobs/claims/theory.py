@@ -145,12 +145,12 @@ def measured(gossip_graph: Graph, data: str, lr: float) -> float:
     return total / window
 
 
-def parallels(n: int, lr: float) -> float:
+def parallel_error(n: int, lr: float) -> float:
     """Return the stationary mean square error of parallel SGD per coordinate."""
     return lr / (2 - lr) / n
 
 
-def meets(
+def rate_of_equal_errors(
     excess: Callable[[Graph, str, float], float], gossip_graph: Graph, data: str, lr: float
 ) -> float:
     """Return the learning rate at which the excess error equals the error of parallel SGD.
@@ -165,7 +165,9 @@ def meets(
     """
 
     def above(rate: float) -> float:
-        return float(np.log(excess(gossip_graph, data, rate) / parallels(gossip_graph.n, rate)))
+        return float(
+            np.log(excess(gossip_graph, data, rate) / parallel_error(gossip_graph.n, rate))
+        )
 
     if above(LARGEST) < 0:
         return float("nan")
@@ -199,9 +201,11 @@ def transients(out: Callable[[str], None]) -> None:
             cells = []
             for n in SIZES:
                 gossip_graph = graph(name, n)
-                by_formula = meets(expected, gossip_graph, data, 0.1 / n)
+                by_formula = rate_of_equal_errors(expected, gossip_graph, data, 0.1 / n)
                 start = by_formula if np.isfinite(by_formula) else 0.1 / n
-                iterations.append(n / meets(measured, gossip_graph, data, start) ** 2)
+                iterations.append(
+                    n / rate_of_equal_errors(measured, gossip_graph, data, start) ** 2
+                )
                 cells.append(
                     f"{iterations[-1]:.3g}, {n / by_formula**2:.3g}".replace("nan", "none")
                 )

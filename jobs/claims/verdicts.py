@@ -132,8 +132,8 @@ def gain_page(rows: Sequence[Line]) -> str:
             if verdict is None:
                 cells.append(f"{len(by_method[m]['gains'])} of {len(SEEDS)} are there")
                 continue
-            word = {True: "faster", False: "slower", None: "?"}[verdict.alone]
-            if verdict.alone is not None and verdict.adjusted > LEVEL:
+            word = {True: "faster", False: "slower", None: "?"}[verdict.holds]
+            if verdict.holds is not None and verdict.adjusted > LEVEL:
                 word += " alone"
             cells.append(f"{format_interval(of_values(by_method[m]['gains']))} {word}")
         lines.append("| " + " | ".join(cells) + " |")
@@ -164,10 +164,10 @@ def links_page(rows: Sequence[Line]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def timed(runs: Sequence[Line]) -> list[Line]:
+def time_rows(runs: Sequence[Line]) -> list[Line]:
     """Return the rows of the table of seconds on the virtual clock; [] if runs are missing."""
     complete = all(len(by_seed) == len(SEEDS) for by_seed in seconds.finals(runs).values())
-    return seconds.measured(runs) if complete else []
+    return seconds.compare(runs) if complete else []
 
 
 # -- the page ----------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def evaluate(runs: Sequence[Line]) -> Evaluation:
     """Return the verdicts of all tables, and the text of the tables that are replaced."""
     lines = read(INTERVALS)
     slopes = optimal.slopes_of([run for run in runs if run["study"] == "optimal"])
-    gains = timed(runs)
+    gains = time_rows(runs)
     verdicts = {table: published(table, lines) for table in HEADINGS}
     verdicts |= {
         "gap": gap.verdicts(gap.gaps(runs)),
@@ -250,7 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
     problems = faults(runs)
     print("\n".join(problems), end="\n" * bool(problems))
     for table, rows in evaluation.verdicts.items():
-        lost = sum(row.alone is not None and row.adjusted > LEVEL for row in rows)
+        lost = sum(row.holds is not None and row.adjusted > LEVEL for row in rows)
         print(f"{table}: {len(rows)} verdicts, {lost} of them lost by Holm's procedure")
         for row in rows:
             print(f"  {row.words:<42} p {row.p:<8.2g} Holm {row.adjusted:<8.2g} {row.claim}")
