@@ -364,7 +364,7 @@ SHORT = {"gpt of 0.07 M"}
 best learning rate of parallel SGD."""
 RATES = (0.003, 0.006, 0.012)
 WITHIN = 1.0
-"""Largest percentage above the loss of parallel SGD (or all-reduce) that counts as equal to it."""
+"""Largest difference from the loss of parallel SGD, in percent, that counts as equal."""
 NO_MERGE = "H = ∞"
 NO_MOMENTUM = "no outer momentum, H = 32"
 ALONE = "one node alone"

@@ -37,7 +37,9 @@ class Gap(NamedTuple):
 
     title: str
     lr: tuple[float, float]
+    """Learning rates of parallel SGD and of the one-peer graph."""
     accuracy: tuple[float, float]
+    """Mean accuracies of parallel SGD and of the one-peer graph, in percent."""
     values: list[float]
     """Gap in percentage points, for each seed."""
     distance: list[float]
@@ -47,7 +49,7 @@ class Gap(NamedTuple):
 def behind(title: str, first: dict[int, Line], second: dict[int, Line]) -> Gap | None:
     """Return the row for the runs of both methods; None if a run is missing or has diverged.
 
-    :param title: first cell of the row
+    :param title: text of the row's first column
     :param first: runs of parallel SGD by seed
     :param second: runs of the one-peer graph by seed
     """
@@ -70,7 +72,7 @@ def pairs() -> list[Cell]:
 
 
 def title(cell: Cell, tail: str) -> str:
-    """Return the first cell of a row: model, number of nodes, batch, and ``tail``."""
+    """Return the text of a row's first column: model, number of nodes, batch, and ``tail``."""
     labels = cell.labels
     return f"{labels['model']}, n = {cell.nodes}, {labels['batch']} a node, {tail}"
 
@@ -211,8 +213,9 @@ class Remedy(NamedTuple):
     base: str
     """Method with which it is compared: "one-peer", or "parallel" for the EMA of parallel SGD."""
     ahead: list[float]
+    """Accuracy of this method minus that of ``base``, in percentage points, for each seed."""
     behind: list[float]
-    """Accuracy of parallel SGD minus its own, in percentage points, for each seed."""
+    """Accuracy of parallel SGD minus that of this method, in percentage points, for each seed."""
     sent: float
     """Bytes sent, as a multiple of the bytes that the one-peer graph sends."""
 
@@ -268,7 +271,10 @@ def _subtract(a: Iterable[float], b: Iterable[float]) -> list[float]:
 
 
 def remedy_verdicts(rows: Sequence[Remedy]) -> list[Verdict]:
-    """Judge whether each remedy is better than its base; the control "no exchange" must not be."""
+    """Judge for each remedy and control whether its accuracy is higher than that of its base.
+
+    If the control "no exchange" were better, the remedies would prove nothing.
+    """
     return holm(
         [judge(f"{x.method}, {x.where}: ahead of {x.base}", [of_values(x.ahead)]) for x in rows]
     )

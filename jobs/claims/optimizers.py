@@ -58,7 +58,10 @@ def cell_of(study: str, nodes: int, model: str, method: str) -> Cell:
 
 
 def results(runs: Sequence[Line], cell: Cell, method: str) -> BySeed:
-    """Return the metric of a method's reported runs by seed, without runs that have diverged."""
+    """Return the results of a method's reported runs by seed, without runs that have diverged.
+
+    A result is the metric of the cell: a loss in nats, or an accuracy from 0 to 1.
+    """
     by_seed = finals(runs, cell, method, "best")
     return {s: r["figures"][cell.metric] for s, r in sorted(by_seed.items()) if r["figures"]}
 
@@ -69,7 +72,7 @@ def excess(values: BySeed, base: BySeed) -> BySeed:
 
 
 def combined(a: float, x: BySeed, b: float, y: BySeed) -> BySeed:
-    """Return a x + b y for the seeds that both have."""
+    """Return a · x + b · y for each seed that is in both ``x`` and ``y``."""
     return {s: a * x[s] + b * y[s] for s in x if s in y}
 
 
@@ -149,13 +152,16 @@ def other_claims(runs: Sequence[Line]) -> list[Claim]:
 
 
 def claims(runs: Sequence[Line]) -> list[Claim]:
-    """Return all claims of these studies, also those whose runs are missing."""
+    """Return all claims of the studies in `NAMES`, even if their runs are missing."""
     small = exchange_claims(runs, "optimizers", SMALL_GPT)
     return [*small, *other_claims(runs), *exchange_claims(runs, "finalists", LARGER_GPT)]
 
 
 def verdicts(rows: Sequence[Claim]) -> list[Verdict]:
-    """Judge the claims. Those without runs count in Holm's procedure, too, as they were planned."""
+    """Judge the claims together by Holm's procedure.
+
+    Claims without runs count, too, because they were planned before any run.
+    """
     return holm([judge(c.text, [of_values([*c.values.values()])], alike=c.alike) for c in rows])
 
 
@@ -163,14 +169,14 @@ def verdicts(rows: Sequence[Claim]) -> list[Verdict]:
 
 
 def stored_of(runs: Sequence[Line], cell: Cell, method: str) -> list[Line]:
-    """Return the runs of a method of a cell, of the search and reported ones."""
+    """Return all stored runs of a method of a cell: those of its search, and the reported ones."""
     names = "study", "nodes", "cell", "method"
     key = cell.study, cell.nodes, cell.labels, method
     return [run for run in runs if tuple(run[name] for name in names) == key]
 
 
 def begun(runs: Sequence[Line], claim: Claim) -> str:
-    """Return how many of the runs of an unfinished claim are stored."""
+    """Return a text on an unfinished claim: the number of its stored runs, and of all its runs."""
     wanted = sum(len(searched_rates(*need, runs)) + len(SEEDS) for need in claim.needs)
     count = sum(len(stored_of(runs, *need)) for need in claim.needs)
     return f"begun: {count} of {wanted} runs" if count else f"not run: {wanted} runs"
@@ -191,7 +197,7 @@ def claim_lines(runs: Sequence[Line]) -> list[str]:
 
 
 def searched_text(runs: Sequence[Line], cell: Cell, method: str) -> str:
-    """Return the losses or accuracies of a method's search as text, with its learning rates."""
+    """Return the results of a method's search as text: a loss or accuracy at each learning rate."""
     trials = sorted(search_runs(cell, method, runs).items())
     values = [
         f"{lr:g}: {line['figures'][cell.metric]:.4f}" if line["figures"] else f"{lr:g}: diverged"

@@ -34,7 +34,10 @@ Accuracies = dict[str, tuple[float, list[float]]]
 
 
 def accuracies(runs: Sequence[Line], cell: Cell) -> Accuracies:
-    """Return the accuracies of the graphs whose seeds are complete and did not diverge."""
+    """Return the accuracies of those graphs for which the runs of all seeds are stored.
+
+    Graphs of which a run has diverged are left out.
+    """
     results = {}
     for method in cell.methods:
         by_seed = finals(runs, cell, method, "best")
@@ -109,17 +112,18 @@ class Parity(NamedTuple):
     method: str
     lr: float
     loss: float
+    """Mean of the losses over the seeds, in nats."""
     above: list[float]
     vectors: float
     """Number of averages divided by that of parallel SGD; the bytes have the same ratio."""
     since: float
-    """This ratio for the steps after the warm start."""
+    """Ratio of the numbers of averages in the steps after the warm start only."""
 
 
 def losses(
     runs: Sequence[Line], model: str, method: str, lr: float, nodes: int = 4
 ) -> dict[int, float]:
-    """Return the reported losses of a method by seed, without runs that have diverged.
+    """Return the reported losses of a method in nats, by seed, without runs that have diverged.
 
     :param runs: all stored runs
     :param model: label of the model
@@ -139,9 +143,13 @@ def losses(
 def finalist_and_controls(
     runs: Sequence[Line], model: str, finalist: SearchResult
 ) -> list[tuple[str, float, dict[int, float], int]]:
-    """Return the results of the finalist and its controls.
+    """Return the results of the finalist of the search for DiLoCo and of its controls.
 
-    Each is a tuple: method, learning rate, losses by seed, and period (0: without averages).
+    :param runs: all stored runs
+    :param model: label of the model
+    :param finalist: result of the search
+    :return: for each method: its label, learning rate, losses in nats by seed, and steps between
+        two averages (0: without averages)
     """
     tail = f"after {finalist.start} %"
     no_momentum = f"{NO_MOMENTUM} {tail}"
@@ -157,9 +165,9 @@ def finalist_and_controls(
 
 
 def parities(runs: Sequence[Line], model: str) -> list[Parity]:
-    """Return the rows of the methods for which the runs of all seeds are stored.
+    """Return the rows of those methods for which the runs of all seeds are stored.
 
-    There are no rows if runs of parallel SGD are missing.
+    The result is empty if the search is not finished, or if runs of parallel SGD are missing.
     """
     finalist = search_result(model, runs)
     if finalist is None:

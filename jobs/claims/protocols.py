@@ -107,13 +107,15 @@ class Protocol:
     def rows(self) -> Iterator[Row]:
         """Train the missing runs, and yield the rows of all tables.
 
-        If runs can't be made, the rows say why.
+        If the runs fail, each row has the text "not run: " and the reason instead of a measurement.
         """
         try:
             if "{data}" in str(self.study_arguments) and not (
                 self.options.data or self.options.rehearse
             ):
-                raise Failure("the data are missing: pass them as --data FILE")
+                raise Failure(
+                    "the study needs CIFAR-10, but --data was not given: pass --data FILE"
+                )
             for table, study in self.tables():
                 study.plot(out=study.folder / f"curves{'-common' * bool(table)}.png")
                 for row in self.judging["row"]:
@@ -123,7 +125,7 @@ class Protocol:
                 yield Row(*_head(row), f"not run: {error}", None, judged=False)
 
     def estimate(self) -> tuple[int, float]:
-        """Return the approximate number of runs, and the hours that they take on the workers."""
+        """Return the approximate number of runs, and the hours that they take with --workers."""
         filled = _filled(self.study_arguments, {"file:{searched}": "ring", "{period}": "4"})
         nodes = filled["nodes"] if isinstance(filled["nodes"], list) else [filled["nodes"]]
         cells, _ = cells_of(filled["job"], filled["grid"], nodes, filled.get("settings", []), False)
@@ -146,7 +148,13 @@ def _filled(study_arguments: Mapping[str, Any], values: Mapping[str, str]) -> di
 
 
 def judge_row(study: Study, row: Mapping[str, Any]) -> tuple[str, bool | None]:
-    """Return the measured values of a row as text, and whether its claim holds; None: undecided."""
+    """Return the measured values of a row as text, and whether its claim holds.
+
+    :param study: the study with all of its runs
+    :param row: keys of the table `[[row]]`
+    :return: text of the values, and the verdict; None: it can't be decided, or the row has no
+        key `order`
+    """
     at = {axis: str(label) for axis, label in row.get("at", {}).items()}
     cells = {
         cell.label("method").split(", period")[0]: cell
@@ -175,9 +183,14 @@ def _lead(difference: Difference) -> str:
 
 
 def _describe_method(study: Study, cell: Cell, figures: Mapping[str, float], row) -> str:
-    """Return a text about a method: its metrics with intervals, and its learning rate.
+    """Return a text about a method: its metrics with 95 % intervals, and its learning rate.
 
-    Bytes are included if the row is judged by them.
+    The text contains the megabytes that a node sends if the row is judged by "bytes_sent".
+
+    :param study: the study
+    :param cell: cell of the method
+    :param figures: metrics by which the row is judged
+    :param row: keys of the table `[[row]]`
     """
     measured_row = study.rows[study.cells.index(cell)]
     runs = study.ended(cell)
@@ -211,7 +224,11 @@ def _megabytes_until(study: Study, cell: Cell, loss: float) -> str:
 
 
 def _message_sizes(cell: Cell, runs: Sequence[RunResult]) -> str:
-    """Return the bytes of encoded and of decoded messages on a ring as text, as papers count."""
+    """Return the MB of encoded and of decoded messages as text, as papers count them.
+
+    The papers' counts assume ring all-reduce, with 2 (n − 1)/n messages per node and exchange. The
+    text is empty if messages are not encoded, or if there are no runs.
+    """
     job = assemble.load(runs[0].log.job) if runs else None
     if job is None or job.node.wire == "fp32":
         return ""

@@ -90,8 +90,11 @@ def settings(line: Line, link: Link) -> list[str]:
 def run(words: list[str], folder: Path) -> Log:
     """Run a command, and return the log of its run.
 
+    If the exit code is neither that of a finished nor that of a stopped run, this program ends with
+    the command's output as its message.
+
     :param words: words of the command
-    :param folder: run directory
+    :param folder: run directory, which is emptied before
     """
     shutil.rmtree(folder, ignore_errors=True)
     environment = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
@@ -104,12 +107,22 @@ def run(words: list[str], folder: Path) -> Log:
         stderr=subprocess.STDOUT,
     )
     if completed.returncode not in (OK, STOPPED):
-        sys.exit(f"{' '.join(words)}: code {completed.returncode}\n{completed.stdout[-3000:]}")
+        sys.exit(
+            f"{' '.join(words)} ended with code {completed.returncode}, not {OK} or {STOPPED}; the "
+            f"end of its output is:\n{completed.stdout[-3000:]}"
+        )
     return read(folder / "log.h5")
 
 
 def measure(method: str, link: Link, scratch: Path) -> Line:
-    """Run a method until it reaches the goal; return the measured and the virtual seconds."""
+    """Run a method on ranks until it reaches the goal; return a line of links.jsonl.
+
+    The line contains the measured seconds, and the seconds of the virtual clock for equal steps.
+
+    :param method: label of the method
+    :param link: link of the ranks
+    :param scratch: folder for the runs
+    """
     stored = seconds.finals(lines(RUNS))
     job_settings = settings(stored[method][SEED], link)
     cell = seconds.CELL
@@ -124,7 +137,10 @@ def measure(method: str, link: Link, scratch: Path) -> Line:
     words = [str(LAB), "run", nodes, *program, "train", JOB, *job_settings, f"model.stop={steps}"]
     log = run(words, scratch / "ranks")
     if not np.array_equal(log.steps["loss"][:steps], simulated.steps["loss"][:steps]):
-        sys.exit(f"{method}: {len(log.steps['loss'])} steps differ from the simulator's {steps}")
+        sys.exit(
+            f"{method}: the losses of {len(log.steps['loss'])} steps on ranks differ from those of "
+            f"{steps} simulated steps"
+        )
     clock = seconds.end_times(
         method,
         np.flatnonzero(simulated.steps["kind"][:, 0]).tolist(),

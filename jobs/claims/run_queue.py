@@ -75,10 +75,10 @@ def identity(line: Line) -> str:
 
 
 def wanted_runs(cell: Cell, runs: list[Line]) -> Iterator[Line]:
-    """Yield the runs of a cell, as far as they are known: first the search, then the others.
+    """Yield all runs of a cell that are known by now: first those of the search, then the others.
 
     :param cell: the cell
-    :param runs: all finished runs, on whose results further runs depend
+    :param runs: all finished runs, whose results decide which further runs are known
     """
     about = {"study": cell.study, "nodes": cell.nodes, "cell": cell.labels}
     if cell.order:
@@ -104,14 +104,19 @@ def wanted_runs(cell: Cell, runs: list[Line]) -> Iterator[Line]:
 def settings(cell: Cell, line: Line) -> list[str]:
     """Return the settings of a run.
 
-    They have placeholders for files, so that machines may differ, and for the learning rate.
+    They contain placeholders for paths, so that the same settings are valid on all machines, and
+    for the learning rate.
     """
     own = [f"schedule.lr={line['lr']!r}", f"run.seed={line['seed']}"]
     return [*cell.settings, *cell.methods[line["method"]].split(), *own]
 
 
 def train(line: Line, options: argparse.Namespace) -> Line:
-    """Train in this process; return the line with metrics and digest."""
+    """Train a run in this process; return its line with metrics and digest.
+
+    :param line: the run with its settings
+    :param options: options of the command line
+    """
     folder = options.scratch / "run"
     shutil.rmtree(folder, ignore_errors=True)
     filled = " ".join(line["settings"])
@@ -130,7 +135,7 @@ def train(line: Line, options: argparse.Namespace) -> Line:
         with SingleProcess() as world:
             summary = start_and_resume.train(job, world, line["nodes"])
         if not summary["finished"]:
-            sys.exit("stopped: the current run was not written")
+            sys.exit(f"{identity(line)}: the run was stopped by a signal, so it was not stored")
     except NonFiniteError:
         return line | {"figures": {}, "diverged": True, "digest": None}
     result = RunResult(read(folder / "log.h5"))
@@ -160,7 +165,7 @@ def train_in_child(line: Line, options: argparse.Namespace) -> Line:
     try:
         result = receiving.recv()
     except EOFError:
-        sys.exit(f"{identity(line)}: its run failed or was stopped")
+        sys.exit(f"{identity(line)}: the run failed or was stopped, so it was not stored")
     child.join()
     return result
 
@@ -172,7 +177,7 @@ def _send(pipe: Any, line: Line, options: argparse.Namespace) -> None:
 
 
 def origin() -> dict[str, str]:
-    """Return the last commit that changed the package, and the version of torch."""
+    """Return the hash of the last commit that changed the package, and the version of torch."""
     git = ["git", "-C", str(HERE), "log", "-1", "--format=%h", "--", str(HERE.parents[1] / PACKAGE)]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     return {"commit": commit or "unknown", "torch": torch.__version__}
@@ -239,7 +244,7 @@ def estimate(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, repeat or count."""
+    """Make the missing runs, repeat stored runs, or count runs; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -259,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.again:
         return repeat(options)
-    print(f"{queue(options)} runs done", flush=True)
+    print(f"number of runs made: {queue(options)}", flush=True)
     return 0
 
 

@@ -61,7 +61,11 @@ class Hidden(Timing):
     """Timing in which an exchange overlaps with the whole computation of a step."""
 
     def hidden(self, wire, sums):
-        """Return the seconds of an exchange that overlap with computation, at most all of it."""
+        """Return the seconds of an exchange that overlap with the computation of its step.
+
+        :param wire: seconds in which messages are sent
+        :param sums: seconds in which messages are summed
+        """
         return np.minimum(wire + sums, self.machine.compute_s)
 
 
@@ -113,14 +117,14 @@ def end_times(
     """Return the time, in seconds, at which the slowest node ends each step.
 
     :param method: label of the method
-    :param exchange_steps: steps with an exchange
+    :param exchange_steps: numbers of the steps with an exchange
     :param steps: number of steps of the training
     :param n: number of nodes
     :param on: the nodes and their link
     :param seed: seed of the slow steps
-    :param last: number of the step after which no more times are computed
-    :param overlap: hide the exchanges of parallel and of DiLoCo's warm start; otherwise only
-        messages that are sent ahead are hidden
+    :param last: number of steps whose times are returned, at most ``steps``
+    :param overlap: whether exchanges of parallel SGD and of DiLoCo's warm start overlap with
+        computation; if false, only messages that are sent ahead do
     """
     costs = exchanges(method, n, steps)
     plain = Clock(Timing(costs, on, ddp=overlap))
@@ -165,9 +169,13 @@ def goal_of(runs: dict[str, dict[int, Line]]) -> float:
 
 
 def compare(lines: Sequence[Line], links=LINKS) -> list[dict[str, Any]]:
-    """Return a row for each link and method: steps, seconds and speed-up over parallel SGD.
+    """Return a row for each link and method: steps, seconds and speed-ups over parallel SGD.
 
-    Steps, seconds and speed-ups are lists with one value per seed.
+    "steps" and "seconds" have one value per seed, inf if the run does not reach the goal. "gains",
+    the speed-ups, has no values for such seeds.
+
+    :param lines: all stored runs
+    :param links: pairs of bandwidth in Gbit/s and latency in seconds
     """
     runs = finals(lines)
     goal = goal_of(runs)
@@ -254,7 +262,7 @@ def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table, and draw it."""
+    """Print the seconds of each method on each link, and draw them if --figure is given."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -40,7 +40,7 @@ def simulated_seconds(
 
     :param link: the link
     :param steps: number of steps
-    :param vectors: messages per step, each of the size of ResNet-50
+    :param vectors: number of vectors in the message of a step, each of the size of ResNet-50
     :param ahead: whether a node sends at the beginning of a step; otherwise after its computation
     :param shared: whether messages share the receiver's link
     :param admit: whether a receiver admits a message only after the message of the previous round

@@ -19,7 +19,11 @@ def read(path: Path) -> list[Line]:
 
 
 def faults(runs: Sequence[Line]) -> list[str]:
-    """Describe each contradiction between stored runs, such as a run with two different names."""
+    """Describe each contradiction between stored runs, such as a run that is stored twice.
+
+    :param runs: all stored runs
+    :return: one sentence for each contradiction
+    """
     designs = {(c.study, c.nodes, key(c.labels)): c for make in STUDIES.values() for c in make()}
     problems = list[str]()
     seen = dict[str, Line]()
@@ -28,14 +32,16 @@ def faults(runs: Sequence[Line]) -> list[str]:
         cell = designs.get((line["study"], line["nodes"], key(line["cell"])))
         if (line["seed"] == SEARCH) != (line["level"] == "search"):
             problems.append(
-                f"{name}: the search's seed is reported, or a search used a reported seed"
+                f"{name}: the seed {SEARCH} belongs to the level search, and to no other level"
             )
         if cell is not None:
             method = cell.methods.get(line["method"], "?").split()
             if not {*method, f"run.seed={line['seed']}", f"schedule.lr={line['lr']!r}"} <= {
                 *line["settings"]
             }:
-                problems.append(f"{name}: the settings belong to another run")
+                problems.append(
+                    f"{name}: the settings lack the method, the seed or the learning rate"
+                )
         marks = [name, *([line["digest"]] if line.get("digest") else [])]
         for mark in marks:
             other = seen.setdefault(mark, line)

@@ -1,12 +1,12 @@
 """Recompute every verdict on training in RESULTS.md from the stored runs and intervals.
 
-    python jobs/claims/verdicts.py            # print them, and compare with the page
-    python jobs/claims/verdicts.py --write    # put them into the page
+    python jobs/claims/verdicts.py            # print the verdicts, and compare them with the page
+    python jobs/claims/verdicts.py --write    # write the verdicts into the page
 
-`runs.jsonl` has one line per run. Of nine older studies, only the intervals of differences are
-stored, in `intervals.jsonl`. A difference between two methods is judged by Student's t-test over
-runs with equal seeds, and Holm's procedure limits the probability of any wrong verdict in a table
-to 5 %.
+`runs.jsonl` has one line per run. For nine older studies, `intervals.jsonl` has the intervals of
+differences, because their runs are not stored. A difference between two methods is judged by
+Student's t-test over runs with equal seeds, and Holm's procedure limits the probability of any
+wrong verdict in a table to 5 %.
 """
 
 from __future__ import annotations
@@ -165,7 +165,10 @@ def links_page(rows: Sequence[Line]) -> str:
 
 
 def time_rows(runs: Sequence[Line]) -> list[Line]:
-    """Return the rows of the table of seconds on the virtual clock; [] if runs are missing."""
+    """Return the rows of the table of seconds on the virtual clock.
+
+    The result is empty unless the runs of all methods with all seeds are stored.
+    """
     complete = all(len(by_seed) == len(SEEDS) for by_seed in seconds.finals(runs).values())
     return seconds.compare(runs) if complete else []
 
@@ -174,10 +177,12 @@ def time_rows(runs: Sequence[Line]) -> list[Line]:
 
 
 class Evaluation(NamedTuple):
-    """Results that follow from the stored files."""
+    """Results that follow from the stored runs and intervals."""
 
     verdicts: dict[str, list[Verdict]]
+    """Verdicts by the name of their table."""
     pages: dict[str, str]
+    """Texts in Markdown that replace tables in RESULTS.md, by the name of the table."""
 
 
 def evaluate(runs: Sequence[Line]) -> Evaluation:
@@ -238,7 +243,10 @@ def rewritten(page: str, evaluation: Evaluation) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print, write or compare; return 1 if runs contradict each other or the page differs."""
+    """Print the verdicts, and compare them with RESULTS.md or write them into it.
+
+    :return: exit code, which is 1 if stored runs contradict each other, or if the page differs
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -259,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
         PAGE.write_text(text, encoding="utf-8")
     elif text != page:
         problems.append("page")
-        print("RESULTS.md differs from these verdicts; use --write to update it")
+        print(f"{PAGE} differs from these verdicts: update it with --write")
     return int(bool(problems))
 
 
