@@ -219,10 +219,5 @@ def ddp(place: Place):
 
 
 if __name__ == "__main__":
-    main(
-        {
-            f.__name__: f
-            for f in (copies, transports, first_rounds, failing_kernel, beside_ddp, ddp)
-        },
-        *sys.argv[1:],
-    )
+    functions = copies, transports, first_rounds, failing_kernel, beside_ddp, ddp
+    main({f.__name__: f for f in functions}, *sys.argv[1:])
