@@ -405,7 +405,7 @@ def methods_of(steps: int) -> dict[str, str]:
 
 
 def vectors(period: int, start: int, steps: int) -> float:
-    """Return the number of averages of a DiLoCo run, divided by that of parallel SGD.
+    """Return the ratio of the numbers of averages in a run of DiLoCo and in one of parallel SGD.
 
     The bytes that both send have the same ratio.
 

@@ -213,9 +213,9 @@ class Remedy(NamedTuple):
     base: str
     """Method with which it is compared: "one-peer", or "parallel" for the EMA of parallel SGD."""
     ahead: list[float]
-    """Accuracy of this method minus that of ``base``, in percentage points, for each seed."""
+    """Accuracy of this method minus the accuracy of ``base``, in percentage points, by seed."""
     behind: list[float]
-    """Accuracy of parallel SGD minus that of this method, in percentage points, for each seed."""
+    """Accuracy of parallel SGD minus the accuracy of this method, in percentage points, by seed."""
     sent: float
     """Bytes sent, as a multiple of the bytes that the one-peer graph sends."""
 
@@ -271,7 +271,7 @@ def _subtract(a: Iterable[float], b: Iterable[float]) -> list[float]:
 
 
 def remedy_verdicts(rows: Sequence[Remedy]) -> list[Verdict]:
-    """Judge for each remedy and control whether its accuracy is higher than that of its base.
+    """Judge for each remedy and control whether it is more accurate than its base.
 
     If the control "no exchange" were better, the remedies would prove nothing.
     """

@@ -104,7 +104,7 @@ def protocols(options: argparse.Namespace) -> list[Protocol]:
 def main(arguments: list[str] | None = None) -> int:
     """Measure the chosen claims, and print and write their table.
 
-    :param arguments: words of the command line; None: those of this process
+    :param arguments: words of the command line; None: the words of ``sys.argv``
     :return: exit code, which is 1 if a judged claim does not hold, otherwise 0
     """
     arguments = sys.argv[1:] if arguments is None else arguments

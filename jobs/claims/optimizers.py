@@ -67,7 +67,7 @@ def results(runs: Sequence[Line], cell: Cell, method: str) -> BySeed:
 
 
 def excess(values: BySeed, base: BySeed) -> BySeed:
-    """Return the percentages by which values exceed those of ``base`` with the same seed."""
+    """Return by seed the percentage by which a value exceeds the value of ``base``."""
     return {s: 100 * (values[s] / base[s] - 1) for s in values if s in base}
 
 
@@ -169,7 +169,7 @@ def verdicts(rows: Sequence[Claim]) -> list[Verdict]:
 
 
 def stored_of(runs: Sequence[Line], cell: Cell, method: str) -> list[Line]:
-    """Return all stored runs of a method of a cell: those of its search, and the reported ones."""
+    """Return all stored runs of a method of a cell, from its search and with reported seeds."""
     names = "study", "nodes", "cell", "method"
     key = cell.study, cell.nodes, cell.labels, method
     return [run for run in runs if tuple(run[name] for name in names) == key]

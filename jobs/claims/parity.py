@@ -115,7 +115,7 @@ class Parity(NamedTuple):
     """Mean of the losses over the seeds, in nats."""
     above: list[float]
     vectors: float
-    """Number of averages divided by that of parallel SGD; the bytes have the same ratio."""
+    """Ratio of the numbers of averages of this method and of parallel SGD, and of their bytes."""
     since: float
     """Ratio of the numbers of averages in the steps after the warm start only."""
 

@@ -67,7 +67,7 @@ CELLS = (Link(1, 50e-6, 50), Link(10, 5e-3, 50))
 
 
 def settings(line: Line, link: Link) -> list[str]:
-    """Return the settings of a run: those of the study, with the model `parts:paced`.
+    """Return the settings of a run: the settings of the study, but with the model `parts:paced`.
 
     :param line: stored run of the study
     :param link: the link
@@ -90,8 +90,8 @@ def settings(line: Line, link: Link) -> list[str]:
 def run(words: list[str], folder: Path) -> Log:
     """Run a command, and return the log of its run.
 
-    If the exit code is neither that of a finished nor that of a stopped run, this program ends with
-    the command's output as its message.
+    If the run has neither finished nor been stopped, by its exit code, this program ends with the
+    command's output as its message.
 
     :param words: words of the command
     :param folder: run directory, which is emptied before
@@ -138,8 +138,8 @@ def measure(method: str, link: Link, scratch: Path) -> Line:
     log = run(words, scratch / "ranks")
     if not np.array_equal(log.steps["loss"][:steps], simulated.steps["loss"][:steps]):
         sys.exit(
-            f"{method}: the losses of {len(log.steps['loss'])} steps on ranks differ from those of "
-            f"{steps} simulated steps"
+            f"{method}: the ranks made {len(log.steps['loss'])} steps, and the losses of the first "
+            f"{steps} differ from the simulated losses"
         )
     clock = seconds.end_times(
         method,

@@ -75,7 +75,7 @@ def identity(line: Line) -> str:
 
 
 def wanted_runs(cell: Cell, runs: list[Line]) -> Iterator[Line]:
-    """Yield all runs of a cell that are known by now: first those of the search, then the others.
+    """Yield all runs of a cell that are known by now: first the search, then the other runs.
 
     :param cell: the cell
     :param runs: all finished runs, whose results decide which further runs are known

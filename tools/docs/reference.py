@@ -171,7 +171,7 @@ def settings() -> dict[str, tuple[str, ...]]:
 def options() -> Iterator[tuple[str, str, str, str, str]]:
     """Yield the options of all builders as tuples: section, name, option, type, default.
 
-    The name is that of the builder, for example of an algorithm or a graph.
+    The name belongs to the builder, for example to an algorithm or a graph.
     """
     for section, table in TABLES.items():
         for name in table:

@@ -247,7 +247,7 @@ def step(place: Place, mode: str):
 
 
 def beside_torch(place: Place):
-    """Compare the time of a step of momentum SGD with that of plain torch, both in eager mode.
+    """Compare the time of a step of momentum SGD with plain torch, both in eager mode.
 
     The result is good if the step takes at most 1.05 times as long.
     """
@@ -586,9 +586,9 @@ def mutant(place: Place, w):
 
 
 def digests(place: Place, w):
-    """Compare digests of the fastest transport with those of host memory, for two algorithms.
+    """Compare digests after training by the fastest transport and by host memory.
 
-    The result is good if the parameters are bitwise identical.
+    The result is good if the parameters are bitwise identical, for two algorithms.
     """
     from tests.double.devices import settings_of, trained
 
