@@ -2,8 +2,8 @@
 
 python compare.py
 
-The 32 nodes have different data. DeTAG's phase is log2 n steps, the period of the one-peer graph
-(mpigossip/algorithms/README.md).
+The 32 nodes have different distributions of labels. DeTAG's phase has log2 32 = 5 steps, the period
+of the one-peer graph (mpigossip/algorithms/README.md).
 """
 
 from pathlib import Path

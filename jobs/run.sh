@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # A script that trains by mpirun, without a scheduler:
 #   bash run.sh 4 digits [section.key=value …]
-# A run that crashes (a lost rank) is started again from its last checkpoint, at most TRIES times
-# (default 3). One that is stopped by Ctrl-C, a signal or `touch RUN/STOP` stays stopped; the same
-# command goes on with it. MPIRUN replaces the launcher, such as MPIRUN='mpirun --hostfile hosts'.
+# If a run crashes, for example because a rank fails, it is started again from its last checkpoint,
+# at most TRIES times (default 3). A run that is stopped by Ctrl-C, a signal or `touch RUN/STOP` is
+# not started again; the same command continues it. The variable MPIRUN replaces the launcher, for
+# example MPIRUN='mpirun --hostfile hosts'.
 nodes=${1:?say on how many nodes, then the job file} job=${2:?the job file is missing}
 shift 2
 read -ra launcher <<<"${MPIRUN:-mpirun}"

@@ -1,4 +1,4 @@
-"""Print the settings of a sweep, a line for each combination; sweep.sbatch runs them.
+"""Print the settings of a sweep, one line per combination; sweep.sbatch trains each line.
 
     python sweep.py digits graph.name=ring,exponential run.seed=0,1 >sweep.txt
     sbatch --array=1-4 --nodes=4 --time=2:00:00 sweep.sbatch digits sweep.txt
@@ -19,7 +19,7 @@ from mpigossip.training import assemble
 
 
 def main() -> int:
-    """Print the settings; return the exit code."""
+    """Check all combinations, and print their settings; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -41,9 +41,9 @@ def main() -> int:
 def points(axes: list[str]) -> list[tuple[str, ...]]:
     """Return all combinations of the values of the axes.
 
-    :param axes: texts of the form "section.key=value,value"
+    :param axes: texts of the form "section.key=value,value", one per setting
     :return: for each combination, its settings "section.key=value"
-    :raises JobError: if an axis does not have this form
+    :raises JobError: if an axis contains no "="
     """
     settings = []
     for axis in axes:

@@ -1,4 +1,4 @@
-"""Mutation tests: insert one fault at a time into a copy of the code; its tests have to fail.
+"""Mutation tests: insert one fault at a time into a copy of the code, whose tests must then fail.
 
     python tools/mutants.py                   run all mutants, and print a table at the end
     python tools/mutants.py --only flush nan  run those whose names contain one of the words
@@ -34,7 +34,7 @@ CADENCE = "algorithms/test_cadence.py", "algorithms"
 RANKS = "groups/test_ranks.py", "groups"
 
 MUTANTS = [
-    # exchange between nodes: notifications, flush, buffers, the sum
+    # The exchange between nodes: notifications, flush, buffers, and the weighted sum.
     Mutant("notification of another round", "SharedOutboxes.publish",
            "READY, t)", "READY, t + 1)", WINDOWS),
     Mutant("flush left out", "Windows.notify",
@@ -79,7 +79,7 @@ MUTANTS = [
            "begun = self._load(j, 8 * BEGUN)", "begun = done", ASYNCHRONOUS),
     Mutant("deposit counted twice", "Asynchronous._apply_corrections",
            "if number == self._included[j]:", "if not number:", ASYNCHRONOUS),
-    # a step, its counters and its state
+    # A step, its counters and its state.
     Mutant("graph's clock counts global averages", "record",
            "self.round += now.kind is ExchangeKind.GOSSIP", "self.round += now.kind is not "
            "ExchangeKind.LOCAL",
@@ -96,7 +96,7 @@ MUTANTS = [
            "weights = [1 / self.slots] * self.slots", "weights = [1.0] * self.slots", "groups"),
     Mutant("shared-memory barrier passes early", "missing",
            "if count[0] < self._count]", "if count[0] < self._count - 1]", RANKS),
-    # formulas
+    # Formulas of algorithms, cadences and graphs.
     Mutant("momentum not averaged", "receive",
            "state.momentum.copy_(mixed[1])", "state.momentum.copy_(sent[1])", LIMITS),
     Mutant("quasi-global momentum without the rate", "receive",
@@ -125,13 +125,13 @@ MUTANTS = [
            "tuple(n - d for d in distances)", "distances", "graphs"),
     Mutant("receivers are the senders", "receivers",
            "return (j - self._offsets) % self.n", "return (j + self._offsets) % self.n", "graphs"),
-    # data
+    # Order and partition of the data.
     Mutant("another epoch, the same order", "draw_together",
            "outdated[0].seed, ORDER, epoch", "outdated[0].seed, ORDER, 0", "data"),
     Mutant("seed + 1", "partition",
            "order = permutation(len(labels), seed, SPLIT)",
            "order = permutation(len(labels), seed + 1, SPLIT)", "data"),
-    # files and runs
+    # Checkpoints, logs, and runs that resume.
     Mutant("checkpoint under its final name at once", "begin",
            'temporary = folder(run, step).with_suffix(".writing")',
            "temporary = folder(run, step)", "store"),

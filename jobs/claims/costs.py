@@ -64,17 +64,21 @@ def speed(options) -> Iterator[Row]:
 
 
 def _assemble(n: int, **sections):
-    """Return the assembled nodes of a job."""
+    """Return the assembled training of ``n`` simulated nodes.
+
+    :param n: number of nodes
+    :param sections: settings of the job, as one dict per section
+    """
     return assemble.assemble(
         assemble.load({"log": {"consensus_every": 0}, **sections}), SingleProcess(), n
     )
 
 
 def _smallest_seconds(turns: int, *functions: Callable) -> list[float]:
-    """Return the shortest processor time of each function, in seconds.
+    """Return the shortest processor time of a call of each function, in seconds.
 
-    :param turns: number of times that the functions are called, one after the other
-    :param functions: the functions
+    :param turns: number of calls of each function; the functions take turns
+    :param functions: functions without parameters
     """
     laps = [
         [timeit(function, timer=process_time, number=1) for function in functions]

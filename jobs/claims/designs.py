@@ -28,7 +28,7 @@ CIFAR = ("data.source={data}", "schedule.name=cosine", "log.consensus_every=20")
 
 
 Turn = tuple[str, str, float, int]
-"""Method, level, learning rate and seed of a run."""
+"""Run of a cell: labels of its method and level, its learning rate and its seed."""
 
 
 class Cell(NamedTuple):
@@ -46,45 +46,52 @@ class Cell(NamedTuple):
     levels: dict[str, float]
     """Fractions of the best learning rate, by label."""
     order: Callable[[Sequence[dict[str, Any]]], Iterator[Turn]] | None = None
-    """Function that gets the finished runs, and returns all runs that are known by now.
+    """Function that maps the finished runs of all cells to the runs of this cell that are known.
 
-    It is needed for a search in which further runs depend on results. None: all runs are known in
-    advance.
+    It is needed if the results of some runs decide which runs follow. None: the runs are the search
+    over ``rates``, and then each level with each of `SEEDS`.
     """
     metric: str = "accuracy"
     """Metric by which learning rates are compared: "accuracy" or "loss"."""
 
 
 def best_rate(tried: Sequence[dict[str, Any]], metric: str = "accuracy") -> float:
-    """Return the best learning rate by the rule of `mpigossip.study`.
+    """Return the best learning rate of a method by the rule of `mpigossip.study`.
 
-    :param tried: runs of one method with different learning rates
-    :param metric: metric by which they are compared; larger values are better for "accuracy" only
+    :param tried: runs of the method with different learning rates, in the form of `stored.Line`
+    :param metric: metric by which they are compared: the largest "accuracy" is the best one, or the
+        smallest "loss"
     """
     trials = [Trial(line["lr"], line["figures"].get(metric, nan), "late" in line) for line in tried]
     return search.best_rate(trials, larger=metric == "accuracy")
 
 
-def tried(cell: Cell, method: str, done: Sequence[dict[str, Any]]) -> dict[float, dict[str, Any]]:
+def search_runs(
+    cell: Cell, method: str, runs: Sequence[dict[str, Any]]
+) -> dict[float, dict[str, Any]]:
     """Return a method's runs with the seed `SEARCH`, by their learning rate.
 
-    :param cell: the cell
+    :param cell: cell that contains the method
     :param method: label of the method
-    :param done: all finished runs
+    :param runs: all finished runs, in the form of `stored.Line`
     """
     key = cell.study, cell.nodes, cell.labels, method, "search"
     names = "study", "nodes", "cell", "method", "level"
-    return {line["lr"]: line for line in done if tuple(line[k] for k in names) == key}
+    return {line["lr"]: line for line in runs if tuple(line[k] for k in names) == key}
 
 
-def searched_rates(cell: Cell, method: str, done: Sequence[dict[str, Any]]) -> list[float]:
-    """Return the learning rates to try.
+def searched_rates(cell: Cell, method: str, runs: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the learning rates that the search of a method tries, as far as they are known.
 
-    These are the rates of the cell. If the best one is at an end of them, further rates beyond that
-    end are added.
+    These are the rates of the cell. If all of them have been run and the best one is the smallest
+    or the largest, further rates beyond it are added.
+
+    :param cell: cell that contains the method
+    :param method: label of the method
+    :param runs: all finished runs, in the form of `stored.Line`
     """
     rates = list(cell.rates)
-    results = tried(cell, method, done)
+    results = search_runs(cell, method, runs)
     for _ in range(search.FURTHER):
         if not all(rate in results for rate in rates):
             break
@@ -125,24 +132,28 @@ ORDER = sorted(REMEDIES | CONTROLS, key=["no exchange", "exact every 16"].count,
 REMEDIED = "remedies"
 AT_PARALLELS = "remedies at parallel's rate"
 EQUAL = "equal rates"
+"""Labels "of" of further cells of the study "gap": remedies at their own best rates, remedies at
+the best rate of parallel SGD, and both methods of `PAIR` at equal rates."""
 GRID = (0.0125, 0.025, 0.05, 0.1, 0.2)
 
 
-def reported(
-    done: Sequence[dict[str, Any]], nodes: int, labels: dict[str, str], method: str, lr: float
+def reported_runs(
+    runs: Sequence[dict[str, Any]], nodes: int, labels: dict[str, str], method: str, lr: float
 ) -> dict[int, dict[str, Any]]:
-    """Return the reported runs of a method at a learning rate, by seed, from all cells on the gap.
+    """Return the runs of a method at a learning rate, by seed, from all cells of the study "gap".
 
-    :param done: all finished runs
+    Runs of a search are left out.
+
+    :param runs: all finished runs, in the form of `stored.Line`
     :param nodes: number of nodes
-    :param labels: labels of the cell, such as model and batch
+    :param labels: labels of a cell, of which only "model" and "batch" count
     :param method: label of the method
     :param lr: the learning rate
     """
     same = labels["model"], labels["batch"]
     return {
         r["seed"]: r
-        for r in done
+        for r in runs
         if (r["study"], r["nodes"], r["method"], r["lr"]) == ("gap", nodes, method, lr)
         and (r["cell"]["model"], r["cell"]["batch"]) == same
         and r["level"] != "search"
@@ -150,67 +161,84 @@ def reported(
 
 
 def pair_rates(
-    done: Sequence[dict[str, Any]], nodes: int, labels: dict[str, str]
+    runs: Sequence[dict[str, Any]], nodes: int, labels: dict[str, str]
 ) -> dict[str, float]:
     """Return the best learning rate of parallel SGD and of the one-peer graph, by method.
 
-    A method whose search is not finished is missing.
+    It is the best of those rates that have been run. A method without any run is missing.
+
+    :param runs: all finished runs, in the form of `stored.Line`
+    :param nodes: number of nodes
+    :param labels: labels of a cell, of which only "model" and "batch" count
     """
     own = {"model": labels["model"], "batch": labels["batch"]}
     tried: dict[str, list[dict[str, Any]]] = {}
-    for r in done:
+    for r in runs:
         if (r["study"], r["nodes"], r["cell"], r["level"]) == ("gap", nodes, own, "search"):
             tried.setdefault(r["method"], []).append(r)
-    return {method: best_rate(runs) for method, runs in tried.items()}
+    return {method: best_rate(results) for method, results in tried.items()}
 
 
-def equal(
-    nodes: int, labels: dict[str, str], most: int, done: Sequence[dict[str, Any]]
+def equal_rate_runs(
+    nodes: int, labels: dict[str, str], most: int, runs: Sequence[dict[str, Any]]
 ) -> Iterator[Turn]:
-    """Yield runs of both methods at equal learning rates.
+    """Yield the runs that compare parallel SGD and the one-peer graph at equal learning rates.
 
-    The rates are the ``most`` largest ones of the grid that do not exceed the best rates of both
-    methods.
+    Candidates are the rates of `GRID` up to the larger of the two methods' best rates. Runs that
+    other cells contain are left out. Nothing is yielded before both best rates are known.
+
+    :param nodes: number of nodes
+    :param labels: labels of the cell
+    :param most: number of rates to compare, from the largest candidate downwards
+    :param runs: all finished runs, in the form of `stored.Line`
     """
-    best = pair_rates(done, nodes, labels)
+    best = pair_rates(runs, nodes, labels)
     if len(best) < len(PAIR):
         return
     rates = sorted((lr for lr in GRID if lr <= max(best.values())), reverse=True)
     for lr in rates[:most]:
         for seed, method in product(SEEDS, PAIR):
-            there = reported(done, nodes, labels, method, lr).get(seed)
+            there = reported_runs(runs, nodes, labels, method, lr).get(seed)
             if there is None or there["cell"].get("of") == EQUAL:
                 yield method, f"lr {lr:g}", lr, seed
 
 
-def at_parallels(labels: dict[str, str], done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
-    """Yield the runs of each remedy at the best learning rate of parallel SGD."""
-    best = pair_rates(done, 16, labels)
+def remedies_at_parallels_rate(
+    labels: dict[str, str], runs: Sequence[dict[str, Any]]
+) -> Iterator[Turn]:
+    """Yield the runs of each remedy and control at the best learning rate of parallel SGD.
+
+    Nothing is yielded before that rate and the best rate of the one-peer graph are known.
+    """
+    best = pair_rates(runs, 16, labels)
     if len(best) == len(PAIR):
         for method, seed in product(ORDER, SEEDS):
             yield method, "parallel's", best["parallel"], seed
 
 
-def remedied(cell: Cell, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
-    """Yield the runs of each method's search, and then its runs at the best learning rate.
+def remedy_runs(cell: Cell, runs: Sequence[dict[str, Any]]) -> Iterator[Turn]:
+    """Yield the runs of the search of each remedy and control, and its runs at its own best rate.
 
-    The latter are left out if the method has run at that rate in another cell.
+    Runs at the best rate are left out if another cell contains them.
     """
     for method in cell.methods:
-        rates = searched_rates(cell, method, done)
-        results = tried(cell, method, done)
+        rates = searched_rates(cell, method, runs)
+        results = search_runs(cell, method, runs)
         yield from ((method, "search", lr, SEARCH) for lr in rates)
         if not all(lr in results for lr in rates):
             continue
         lr = best_rate([*results.values()])
         for seed in SEEDS:
-            there = reported(done, cell.nodes, cell.labels, method, lr).get(seed)
+            there = reported_runs(runs, cell.nodes, cell.labels, method, lr).get(seed)
             if there is None or there["cell"]["of"] == REMEDIED:
                 yield method, "best", lr, seed
 
 
 def gap() -> Iterator[Cell]:
-    """Yield the cells on the gap between the one-peer graph and parallel SGD, and on remedies."""
+    """Yield the cells on the gap in accuracy between the one-peer graph and parallel SGD.
+
+    They include the cells that test remedies for this gap.
+    """
 
     def pair(model: str, n: int, batch: int) -> Cell:
         labels = {"model": model, "batch": str(batch)}
@@ -220,7 +248,9 @@ def gap() -> Iterator[Cell]:
     def equally(n: int, batch: int, most: int = len(GRID), model: str = "perceptron") -> Cell:
         cell = pair(model, n, batch)
         labels = {**cell.labels, "of": EQUAL}
-        return cell._replace(labels=labels, levels={}, order=partial(equal, n, labels, most))
+        return cell._replace(
+            labels=labels, levels={}, order=partial(equal_rate_runs, n, labels, most)
+        )
 
     sizes = {"perceptron": PERCEPTRON, "lenet": LENET}
     yield from (pair("perceptron", *size) for size in ((4, 16), (16, 16), (4, 64), (16, 64)))
@@ -229,12 +259,12 @@ def gap() -> Iterator[Cell]:
     methods = REMEDIES | CONTROLS
     labels = {**base.labels, "of": AT_PARALLELS}
     yield base._replace(
-        labels=labels, methods=methods, levels={}, order=partial(at_parallels, labels)
+        labels=labels, methods=methods, levels={}, order=partial(remedies_at_parallels_rate, labels)
     )
     own = base._replace(
         labels={**base.labels, "of": REMEDIED}, methods=methods, rates=(0.025, 0.05, 0.1)
     )
-    yield own._replace(levels={"best": 1.0}, order=partial(remedied, own))
+    yield own._replace(levels={"best": 1.0}, order=partial(remedy_runs, own))
     yield equally(16, 16)
     yield pair("perceptron", 4, 256)
     yield from (equally(*size) for size in ((4, 64), (16, 64)))
@@ -267,10 +297,10 @@ def searched() -> Iterator[Cell]:
         yield Cell("searched", 16, {"model": model}, methods, own, rates, {"best": 1.0})
 
 
-def until() -> Iterator[Cell]:
-    """Yield the cell that counts steps until a method reaches the accuracy of parallel SGD.
+def steps_to_goal() -> Iterator[Cell]:
+    """Yield the cell of the runs whose steps are counted up to the accuracy of parallel SGD.
 
-    It trains on digits with 16 nodes for 220 steps; DiLoCo begins after a fifth of them.
+    They train an MLP on digits with 16 nodes for 220 steps; DiLoCo begins after a fifth of them.
     `seconds.py` converts the steps into seconds of the virtual clock.
     """
     momentum = "local.name=momentum graph.name"
@@ -327,7 +357,7 @@ STARTS = (10, 20, 30)
 OUTER = (0.4, 0.7)
 """STARTS: percentages of the steps after which DiLoCo begins. OUTER: its outer learning rates."""
 WAYS = ((32, 20), (32, 10), (32, 30), (8, 20))
-"""Variants of DiLoCo that are searched: steps between two averages, and the
+"""Variants of DiLoCo that the search compares, as pairs: steps between two averages, and the
 percentage of the steps after which DiLoCo begins."""
 SHORT = {"gpt of 0.07 M"}
 """Models for which only the outer learning rate is searched, with the first variant in WAYS and the
@@ -338,15 +368,22 @@ WITHIN = 1.0
 NO_MERGE = "H = ∞"
 NO_MOMENTUM = "no outer momentum, H = 32"
 ALONE = "one node alone"
+"""Labels of the controls of DiLoCo: one average at the end of the training; averages without outer
+momentum at every 32nd step; and a single node without averages."""
 
 
 def label(period: int, start: int, outer: float) -> str:
-    """Return the name of a variant of DiLoCo: its period, start (in percent) and outer rate."""
+    """Return the label of a variant of DiLoCo.
+
+    :param period: steps between two averages
+    :param start: percentage of the steps after which DiLoCo begins
+    :param outer: outer learning rate
+    """
     return f"H = {period} after {start} %, outer {outer}"
 
 
 def methods_of(steps: int) -> dict[str, str]:
-    """Return the settings of parallel SGD, of all variants of DiLoCo, and of controls, by name.
+    """Return the settings of parallel SGD, of all variants of DiLoCo, and of controls, by label.
 
     :param steps: number of steps of the training
     """
@@ -368,9 +405,9 @@ def methods_of(steps: int) -> dict[str, str]:
 
 
 def vectors(period: int, start: int, steps: int) -> float:
-    """Return the number of averages of a run divided by that of parallel SGD.
+    """Return the ratio of the numbers of averages in a run of DiLoCo and in one of parallel SGD.
 
-    The bytes sent have the same ratio.
+    The bytes that both send have the same ratio.
 
     :param period: steps between two averages of DiLoCo
     :param start: percentage of the steps after which DiLoCo begins
@@ -380,28 +417,36 @@ def vectors(period: int, start: int, steps: int) -> float:
     return (warm + steps // period - warm // period) / steps
 
 
-class Chosen(NamedTuple):
-    """Result of the search for DiLoCo: learning rates, and the finalist's period and start."""
+class SearchResult(NamedTuple):
+    """Result of the search for the best DiLoCo with one model."""
 
     parallel: float
+    """Best learning rate of parallel SGD."""
     diloco: str
+    """Label of the finalist, the chosen variant of DiLoCo."""
     lr: float
+    """Learning rate of the finalist."""
     period: int
+    """Steps between two averages of the finalist."""
     start: int
+    """Percentage of the steps after which the finalist changes from parallel SGD to DiLoCo."""
 
 
 Search = Generator[Turn, None, tuple[str, float] | None]
+"""Generator that yields runs, and returns the best (method, learning rate)."""
 
 
-def losses(model: str, done: Sequence[dict[str, Any]]) -> dict[tuple[str, float], float]:
-    """Return the losses of the search, by (method, learning rate); inf if a run has diverged.
+def losses(model: str, runs: Sequence[dict[str, Any]]) -> dict[tuple[str, float], float]:
+    """Return the losses of the search for DiLoCo, in nats, by (method, learning rate).
+
+    The loss of a run that has diverged is inf.
 
     :param model: label of the model
-    :param done: all finished runs
+    :param runs: all finished runs, in the form of `stored.Line`
     """
     return {
         (r["method"], r["lr"]): inf if "late" in r else r["figures"].get("loss", inf)
-        for r in done
+        for r in runs
         if (r["study"], r["nodes"], r["level"]) == ("diloco", 4, "search")
         and r["cell"]["model"] == model
     }
@@ -411,7 +456,7 @@ def best_of(loss: dict[tuple[str, float], float], *tried: tuple[str, float]) -> 
     """Yield the runs of all candidates; return the candidate with the lowest loss.
 
     :param loss: losses of the finished runs, by (method, learning rate)
-    :param tried: the candidates
+    :param tried: candidates as pairs (method, learning rate)
     :return: the best candidate; None if the run of a candidate is missing
     """
     for method, lr in tried:
@@ -419,7 +464,9 @@ def best_of(loss: dict[tuple[str, float], float], *tried: tuple[str, float]) -> 
     return min(tried, key=loss.__getitem__) if all(one in loss for one in tried) else None
 
 
-def parity(model: str, done: Sequence[dict[str, Any]]) -> Generator[Turn, None, Chosen | None]:
+def diloco_runs(
+    model: str, runs: Sequence[dict[str, Any]]
+) -> Generator[Turn, None, SearchResult | None]:
     """Yield the runs of the search for the best DiLoCo, and then the runs that are reported.
 
     The search determines one setting after the other: the learning rates, the outer learning rate,
@@ -429,10 +476,10 @@ def parity(model: str, done: Sequence[dict[str, Any]]) -> Generator[Turn, None, 
     each.
 
     :param model: label of the model
-    :param done: all finished runs
-    :return: result of the search; None if runs of it are missing
+    :param runs: all finished runs, in the form of `stored.Line`
+    :return: result of the search; None if runs of the search are missing
     """
-    loss = losses(model, done)
+    loss = losses(model, runs)
     base = yield from best_of(loss, *(("parallel", lr) for lr in RATES))
     # If the best rate is at an end of the grid, search beyond it: parallel SGD must not look worse
     # than it is.
@@ -459,40 +506,40 @@ def parity(model: str, done: Sequence[dict[str, Any]]) -> Generator[Turn, None, 
     for seed in SEEDS:
         yield "parallel", "best", base[1], seed
         yield last[0], "best", lr, seed
-    return Chosen(base[1], last[0], lr, *ways[last])
+    return SearchResult(base[1], last[0], lr, *ways[last])
 
 
-def controls(model: str, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
-    """Yield the runs of two controls of the finalist.
+def control_runs(model: str, runs: Sequence[dict[str, Any]]) -> Iterator[Turn]:
+    """Yield the runs of two controls that `SearchResult.diloco` is compared with.
 
     The first control averages only once, at the end. The second has no outer momentum, and its own
-    best learning rate.
+    best learning rate. Nothing is yielded before the search is finished.
     """
-    finalist = chosen(model, done)
+    finalist = search_result(model, runs)
     if not finalist:
         return
     tail = f"after {finalist.start} %"
     yield from ((f"{NO_MERGE} {tail}", "best", finalist.lr, seed) for seed in SEEDS)
     plain = yield from best_of(
-        losses(model, done), *((f"{NO_MOMENTUM} {tail}", rate) for rate in RATES)
+        losses(model, runs), *((f"{NO_MOMENTUM} {tail}", rate) for rate in RATES)
     )
     if plain:
         yield from ((plain[0], "best", plain[1], seed) for seed in SEEDS)
 
 
-def alone(model: str, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
+def single_node_runs(model: str, runs: Sequence[dict[str, Any]]) -> Iterator[Turn]:
     """Yield the runs of a control with a single node.
 
     It makes the same number of steps as parallel SGD, with the same learning rate.
     """
-    if finalist := chosen(model, done):
+    if finalist := search_result(model, runs):
         for seed in SEEDS:
             yield ALONE, "best", finalist.parallel, seed
 
 
-def chosen(model: str, done: Sequence[dict[str, Any]]) -> Chosen | None:
-    """Return the result of the search; None if runs of it are missing."""
-    turns = parity(model, done)
+def search_result(model: str, runs: Sequence[dict[str, Any]]) -> SearchResult | None:
+    """Return the result of the search by `diloco_runs`; None if runs of the search are missing."""
+    turns = diloco_runs(model, runs)
     while True:
         try:
             next(turns)
@@ -508,7 +555,7 @@ def diloco() -> Iterator[Cell]:
     for model, (steps, size) in SIZES.items():
         methods = methods_of(steps)
         only = {ALONE: methods["parallel"]}
-        turns = (4, methods, parity), (1, only, alone), (4, methods, controls)
+        turns = (4, methods, diloco_runs), (1, only, single_node_runs), (4, methods, control_runs)
         for nodes, these, order in turns:
             # In epochs of one node, this is the same number of steps.
             warmup = f"schedule.warmup_epochs={0.0125 * nodes}"
@@ -552,64 +599,74 @@ SMALL_GPT = "gpt of 0.07 M"
 LARGER_GPT = "gpt of 0.36 M"
 
 
-def optimized(optimizer: str, exchange: str) -> str:
+def method_label(optimizer: str, exchange: str) -> str:
     """Return the label of a method: its optimizer and its exchange."""
     return f"{optimizer}, {exchange}"
 
 
-def optimized_by(exchanges: Sequence[str]) -> dict[str, str]:
-    """Return the settings of each exchange with each optimizer, by label; AdamW comes first."""
+def methods_by_label(exchanges: Sequence[str]) -> dict[str, str]:
+    """Return the settings of all methods, by label: each exchange with each optimizer.
+
+    The methods with AdamW come first.
+
+    :param exchanges: names of exchanges, keys of `EXCHANGES`
+    """
     return {
-        optimized(optimizer, exchange): f"{EXCHANGES[exchange][1]} {local}"
+        method_label(optimizer, exchange): f"{EXCHANGES[exchange][1]} {local}"
         for (optimizer, local), exchange in product(OPTIMIZERS.items(), exchanges)
     }
 
 
-def searched_losses(cell: Cell, done: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the lowest loss in the search of each method of a cell; {} if a run is missing."""
+def searched_losses(cell: Cell, runs: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the lowest loss, in nats, that the search of each method of a cell found.
+
+    The result is empty if any run of these searches is missing.
+    """
     lowest = dict[str, float]()
     for method in cell.methods:
-        results = tried(cell, method, done)
-        if not all(rate in results for rate in searched_rates(cell, method, done)):
+        results = search_runs(cell, method, runs)
+        if not all(rate in results for rate in searched_rates(cell, method, runs)):
             return {}
         best = best_rate([*results.values()], cell.metric)
         lowest[method] = results[best]["figures"].get(cell.metric, inf)
     return lowest
 
 
-def few_vectors(done: Sequence[dict[str, Any]]) -> str | None:
-    """Return the method with Muon and few vectors that has the lowest loss in the search.
+def few_vectors(runs: Sequence[dict[str, Any]]) -> str | None:
+    """Return the exchange of few vectors with which Muon has the lowest loss in the search.
 
-    One-peer itself is no candidate, because it is run in any case.
+    The candidates send at most `FEW` vectors per step. "one-peer" is no candidate, because it is a
+    finalist in any case.
 
-    :param done: all finished runs
-    :return: its exchange; None if runs of the search are missing
+    :param runs: all finished runs, in the form of `stored.Line`
+    :return: key of `EXCHANGES`; None if runs of the search are missing
     """
     lowest = dict[str, float]()
     for cell in optimizers():
-        lowest |= (losses := searched_losses(cell, done))
+        lowest |= (losses := searched_losses(cell, runs))
         if not losses:
             return None
     few = [e for e, (sent, _) in EXCHANGES.items() if sent <= FEW and e != "one-peer"]
-    return min(few, key=lambda exchange: lowest[optimized("Muon", exchange)])
+    return min(few, key=lambda exchange: lowest[method_label("Muon", exchange)])
 
 
-def finalists(cell: Cell, done: Sequence[dict[str, Any]]) -> Iterator[Turn]:
+def finalist_runs(cell: Cell, runs: Sequence[dict[str, Any]]) -> Iterator[Turn]:
     """Yield the runs of the larger model: two references and four finalists.
 
-    The references are all-reduce with both optimizers. The finalists are one-peer with both,
-    exact averages with Muon, and the method of `few_vectors`.
+    The references are all-reduce with AdamW and with Muon. The finalists are one-peer with AdamW
+    and with Muon, exact averages with Muon, and the exchange of `few_vectors` with Muon. Nothing is
+    yielded before the search with the smaller model is finished.
     """
-    few = few_vectors(done)
+    few = few_vectors(runs)
     if few is None:
         return
-    chosen = [optimized(o, e) for e, o in product(("all-reduce", "one-peer"), OPTIMIZERS)]
-    chosen += [optimized("Muon", "exact averages"), optimized("Muon", few)]
+    chosen = [method_label(o, e) for e, o in product(("all-reduce", "one-peer"), OPTIMIZERS)]
+    chosen += [method_label("Muon", "exact averages"), method_label("Muon", few)]
     best = dict[str, float]()
     for method in chosen:
-        rates = searched_rates(cell, method, done)
+        rates = searched_rates(cell, method, runs)
         yield from ((method, "search", lr, SEARCH) for lr in rates)
-        results = tried(cell, method, done)
+        results = search_runs(cell, method, runs)
         if all(lr in results for lr in rates):
             best[method] = best_rate([*results.values()], cell.metric)
     if len(best) == len(chosen):
@@ -624,33 +681,36 @@ def optimizers() -> Iterator[Cell]:
     further = [exchange for exchange in EXCHANGES if exchange not in FIRST_EXCHANGES]
     for part, exchanges in (("first", FIRST_EXCHANGES), ("further", further)):
         labels = {"model": SMALL_GPT, "exchanges": part}
-        methods = optimized_by(exchanges)
+        methods = methods_by_label(exchanges)
         yield Cell("optimizers", 8, labels, methods, own, rates, {"best": 1.0}, metric="loss")
 
 
-def larger() -> Iterator[Cell]:
-    """Yield the cell that repeats the comparison of `optimizers` with a larger model."""
+def larger_model() -> Iterator[Cell]:
+    """Yield the cell that compares the best methods of `optimizers` with a larger model."""
     cell = Cell(
         "finalists",
         8,
         {"model": LARGER_GPT},
-        optimized_by([*EXCHANGES]),
+        methods_by_label([*EXCHANGES]),
         (*EIGHT, *SIZES[LARGER_GPT][1]),
         (0.003, 0.006, 0.012),
         {"best": 1.0},
         metric="loss",
     )
-    yield cell._replace(order=partial(finalists, cell))
+    yield cell._replace(order=partial(finalist_runs, cell))
 
 
 QSR_EXCHANGES = {SMALL_GPT: 82, "lenet": 81}
 """Number of exchanges of QSR with α = 2 η and H₀ = 4, where η is the peak of the learning rate.
 
-It does not depend on η, because the learning rate falls to 0 from any peak."""
+The number does not depend on η, because the learning rate falls from η to 0 in any case."""
 
 
-def quadratic() -> Iterator[Cell]:
-    """Yield the cells that compare QSR with equally many exchanges at a constant period."""
+def qsr() -> Iterator[Cell]:
+    """Yield the cells that compare the quadratic synchronization rule (QSR) with a constant period.
+
+    Both methods make equally many exchanges.
+    """
     text = (*EIGHT, *SIZES[SMALL_GPT][1], "schedule.final_lr=0.0")
     image = (*CIFAR, "model.name=lenet", "node.channels_last=always", "run.steps=780")
     image = (*image, "data.batch=16", "local.name=momentum", "graph.name=complete")
@@ -698,10 +758,10 @@ def outer_steps() -> Iterator[Cell]:
 STUDIES = {
     "gap": gap,
     "searched": searched,
-    "time": until,
+    "time": steps_to_goal,
     "diloco": diloco,
     "optimizers": optimizers,
-    "qsr": quadratic,
+    "qsr": qsr,
     "outer": outer_steps,
-    "finalists": larger,
+    "finalists": larger_model,
 }

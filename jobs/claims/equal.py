@@ -51,7 +51,8 @@ def combinations(n: int, part: int = 0, parts: int = 1) -> Iterator[str]:
 def main() -> int:
     """Train all combinations on the ranks, and compare each with the simulator.
 
-    Each rank simulates a part of the combinations. Rank 0 prints those that differ, as JSON.
+    Each rank simulates a part of the combinations. Rank 0 prints a JSON object: the number of
+    "combinations", and a list of the "different" ones.
     """
     from mpi4py import MPI
 
@@ -85,6 +86,8 @@ def equal(options) -> Iterator[Row]:
     """Compare ranks with the simulator, for all combinations and each number of ranks.
 
     Each combination is run twice: with `node.same_host` = "read" and "put".
+
+    :raises RuntimeError: if the program fails on any number of ranks
     """
     from tests.launch import mpirun
 
@@ -93,7 +96,10 @@ def equal(options) -> Iterator[Row]:
     for n in SIZES:
         ran = mpirun(n, [sys.executable, __file__], timeout=1500)
         if ran.returncode:
-            raise RuntimeError(f"{__file__} on {n} ranks failed: {ran.stderr[-2000:]}")
+            raise RuntimeError(
+                f"{__file__} on {n} ranks ended with code {ran.returncode}; its last messages "
+                f"are:\n{ran.stderr[-2000:]}"
+            )
         result = json.loads(ran.stdout.strip().splitlines()[-1])
         counts.append(f"n = {n}: {result['combinations']}")
         different += [f"n = {n}: {case}" for case in result["different"]]

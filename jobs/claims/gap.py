@@ -20,9 +20,9 @@ from designs import (
     Cell,
     best_rate,
     pair_rates,
-    reported,
+    reported_runs,
+    search_runs,
     searched_rates,
-    tried,
 )
 from judging import LEVEL, Verdict, format_interval, holm, judge, of_values
 from stored import Line, finals
@@ -37,7 +37,9 @@ class Gap(NamedTuple):
 
     title: str
     lr: tuple[float, float]
+    """Learning rates of parallel SGD and of the one-peer graph."""
     accuracy: tuple[float, float]
+    """Mean accuracies of parallel SGD and of the one-peer graph, in percent."""
     values: list[float]
     """Gap in percentage points, for each seed."""
     distance: list[float]
@@ -47,7 +49,7 @@ class Gap(NamedTuple):
 def behind(title: str, first: dict[int, Line], second: dict[int, Line]) -> Gap | None:
     """Return the row for the runs of both methods; None if a run is missing or has diverged.
 
-    :param title: first cell of the row
+    :param title: text of the row's first column
     :param first: runs of parallel SGD by seed
     :param second: runs of the one-peer graph by seed
     """
@@ -70,7 +72,7 @@ def pairs() -> list[Cell]:
 
 
 def title(cell: Cell, tail: str) -> str:
-    """Return the first cell of a row: model, number of nodes, batch, and ``tail``."""
+    """Return the text of a row's first column: model, number of nodes, batch, and ``tail``."""
     labels = cell.labels
     return f"{labels['model']}, n = {cell.nodes}, {labels['batch']} a node, {tail}"
 
@@ -97,7 +99,7 @@ def equals(runs: Sequence[Line]) -> list[Gap]:
     for cell in pairs():
         rates = {r["lr"] for r in runs if r["study"] == "gap" and r["level"] != "search"}
         for lr in sorted(rates, reverse=True):
-            both = (reported(runs, cell.nodes, cell.labels, m, lr) for m in PAIR)
+            both = (reported_runs(runs, cell.nodes, cell.labels, m, lr) for m in PAIR)
             rows.append(behind(title(cell, f"rate {lr:g}"), *both))
     return [row for row in rows if row]
 
@@ -211,8 +213,9 @@ class Remedy(NamedTuple):
     base: str
     """Method with which it is compared: "one-peer", or "parallel" for the EMA of parallel SGD."""
     ahead: list[float]
+    """Accuracy of this method minus the accuracy of ``base``, in percentage points, by seed."""
     behind: list[float]
-    """Accuracy of parallel SGD minus its own, in percentage points, for each seed."""
+    """Accuracy of parallel SGD minus the accuracy of this method, in percentage points, by seed."""
     sent: float
     """Bytes sent, as a multiple of the bytes that the one-peer graph sends."""
 
@@ -227,15 +230,15 @@ def remedies(runs: Sequence[Line]) -> list[Remedy]:
     rows = []
     for where in (REMEDIED, AT_PARALLELS):
         rate = dict.fromkeys(PAIR, best["parallel"]) if where == AT_PARALLELS else best
-        both = {m: reported(runs, 16, cell.labels, m, rate[m]) for m in PAIR}
+        both = {m: reported_runs(runs, 16, cell.labels, m, rate[m]) for m in PAIR}
         for method in (*REMEDIES, *CONTROLS):
             lr = best["parallel"]
             if where == REMEDIED:
-                trials = tried(cell, method, runs)
+                trials = search_runs(cell, method, runs)
                 if not all(rate in trials for rate in searched_rates(cell, method, runs)):
                     continue
                 lr = best_rate([*trials.values()])
-            remedied = reported(runs, 16, cell.labels, method, lr)
+            remedied = reported_runs(runs, 16, cell.labels, method, lr)
             base = "parallel" if method.startswith("parallel") else "one-peer"
             compared = [remedied, both[base], both["parallel"], both["one-peer"]]
             if not all(
@@ -268,7 +271,10 @@ def _subtract(a: Iterable[float], b: Iterable[float]) -> list[float]:
 
 
 def remedy_verdicts(rows: Sequence[Remedy]) -> list[Verdict]:
-    """Judge whether each remedy is better than its base; the control "no exchange" must not be."""
+    """Judge for each remedy and control whether it is more accurate than its base.
+
+    If the control "no exchange" were better, the remedies would prove nothing.
+    """
     return holm(
         [judge(f"{x.method}, {x.where}: ahead of {x.base}", [of_values(x.ahead)]) for x in rows]
     )

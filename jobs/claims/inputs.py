@@ -1,4 +1,4 @@
-"""Files that the runs need: searched graphs and a packed text. They are made at their first use."""
+"""Input files of the runs, searched graphs and a packed text; each is created at its first use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ TEXT_SHA256 = "29e6ffb976cc49b03c7b9ba137bb03fdc3df9083a193c303a1069fb4c85dd19b"
 
 
 def searched_graph(folder: Path, nodes: int) -> Path:
-    """Return the path of a searched graph of degree 4; search it if the file does not exist.
+    """Return the path of a graph of degree 4 from the topology search.
+
+    If the file does not exist, the search is run, and the file is written.
 
     :param folder: folder for the file
     :param nodes: number of nodes
@@ -34,7 +36,7 @@ def packed_text(folder: Path) -> Path:
     """Return the path of a packed text: the modules of Python's standard library.
 
     :param folder: folder for the file
-    :raises Failure: if the library of this Python differs from the one in the stored runs
+    :raises Failure: if the modules of this Python differ from those that the stored runs used
     """
     file = folder / "text.h5"
     if file.exists():
@@ -47,6 +49,10 @@ def packed_text(folder: Path) -> Path:
             contents.update(path.read_bytes())
             shutil.copyfile(path, modules / path.name)
     if contents.hexdigest() != TEXT_SHA256:
-        raise Failure(f"{sysconfig.get_path('stdlib')} differs from the text of the runs: {TEXT}")
+        raise Failure(
+            f"the modules in {sysconfig.get_path('stdlib')} have the SHA-256 "
+            f"{contents.hexdigest()}, but the stored runs used {TEXT}, with the SHA-256 "
+            f"{TEXT_SHA256}: use Python 3.11.7"
+        )
     pack(modules, file, text=True)
     return file

@@ -51,28 +51,29 @@ class Difference(NamedTuple):
 class Verdict(NamedTuple):
     """Verdict on a row of a table, with its p-value.
 
-    ``alone`` says whether the claim holds if it is judged without the other rows of its table;
-    None: this can't be decided.
+    ``p`` is the p-value of the row alone, and ``adjusted`` the p-value after Holm's procedure for
+    the whole table. ``holds`` says whether the claim holds according to ``p``; None: this can't be
+    decided.
     """
 
     claim: str
-    alone: bool | None
+    holds: bool | None
     p: float
     adjusted: float = 1.0
 
     @property
     def words(self) -> str:
         """The verdict in the form of the page, after Holm's procedure."""
-        name = VERDICTS[self.alone]
-        if self.alone is None or self.adjusted <= LEVEL:
+        name = VERDICTS[self.holds]
+        if self.holds is None or self.adjusted <= LEVEL:
             return name
         return f"cannot tell (alone: {name.strip('*')})"
 
 
 def of_values(values: Sequence[float]) -> Difference:
-    """Return the mean and standard error of the differences of all seeds.
+    """Return the mean of differences and its standard error.
 
-    They are NaN if there are too few seeds.
+    The error is NaN if there is only one seed; both are NaN if there is none.
 
     :param values: one difference per seed
     """
@@ -104,7 +105,8 @@ def judge(
     :param claim: the claim, for the table
     :param differences: its differences
     :param by: smallest difference that confirms the claim
-    :param alike: largest absolute difference that confirms it, instead of ``by``; None: use ``by``
+    :param alike: largest absolute difference that confirms the claim; None: use ``by`` instead
+    :return: the verdict, not yet adjusted for the other rows of its table
     """
     if any(difference.pairs < PAIRS for difference in differences):
         return Verdict(claim, None, 1.0)
@@ -137,6 +139,10 @@ def holm(rows: Sequence[Verdict]) -> list[Verdict]:
 
 
 def format_interval(difference: Difference, form: str = ".2f") -> str:
-    """Return the mean and its 95 % interval as text."""
+    """Return the mean of a difference and its 95 % interval as text, "mean [low, high]".
+
+    :param difference: the difference
+    :param form: format of the three numbers
+    """
     mean, half = difference.mean, difference.half
     return f"{mean:{form}} [{mean - half:{form}}, {mean + half:{form}}]"

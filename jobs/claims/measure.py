@@ -56,8 +56,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="one of %(choices)s; repeatable",
     )
     add("--data", type=Path, help="CIFAR-10, packed by `mpigossip data pack`")
-    add("--out", type=Path, help="write the table there, in Markdown")
-    add("--before", type=Path, help="older table: changed verdicts are marked")
+    add("--out", type=Path, help="file to which the table is written, in Markdown")
+    add("--before", type=Path, help="older table: the verdicts that have changed are marked")
     add(
         "--runs",
         type=Path,
@@ -77,10 +77,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def chosen(options: argparse.Namespace) -> list[str]:
+def chosen_names(options: argparse.Namespace) -> list[str]:
     """Return the names of the claims to measure.
 
-    They are the ones that --only names, those without training for --quick, or all.
+    These are the claims that --only names. Without it, --quick selects the claims that are
+    measured without training and without ranks; otherwise, all claims are measured.
     """
     short = [name for name, function in FUNCTIONS.items() if function not in equal.CLAIMS]
     return options.only or (short if options.quick else [*FUNCTIONS, *PROTOCOLS])
@@ -88,18 +89,24 @@ def chosen(options: argparse.Namespace) -> list[str]:
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Measure the chosen claims; yield each row as soon as it is measured."""
-    for name in chosen(options):
+    for name in chosen_names(options):
         function = FUNCTIONS.get(name)
         yield from function(options) if function else Protocol(PROTOCOLS[name], options).rows()
 
 
 def protocols(options: argparse.Namespace) -> list[Protocol]:
     """Return the protocols of the chosen claims that need training."""
-    return [Protocol(PROTOCOLS[name], options) for name in chosen(options) if name in PROTOCOLS]
+    return [
+        Protocol(PROTOCOLS[name], options) for name in chosen_names(options) if name in PROTOCOLS
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print and write; the exit code is 1 if a claim does not hold."""
+    """Measure the chosen claims, and print and write their table.
+
+    :param arguments: words of the command line; None: the words of ``sys.argv``
+    :return: exit code, which is 1 if a judged claim does not hold, otherwise 0
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse_arguments(arguments)
     torch.set_num_threads(1)

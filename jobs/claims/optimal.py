@@ -5,9 +5,9 @@
 Node i minimizes f_i(x) = ½ Σ_k a_k (x_k − b_ik)² without noise. All nodes have the same curvatures
 0.1 … 1, so that L = 1 is exact; ‖x*‖ = 1 and x_0 = 0. The b_i differ from x* as cos(2π i/n), which
 a ring averages slowest, with mean_i ‖∇f_i(x*)‖² = ζ². The graphs are rings with weights 1/3. An
-iteration is one gradient and one exchange. A method is done when
+iteration is one gradient and one exchange. Iterations are counted until
 (1/n) Σ_i ‖∇f(x_i)‖² ≤ ε² = 10⁻⁶. Each method uses the learning rate of a geometric grid, and DeTAG
-also the phase length, with which it is done first.
+also the phase length, that needs the fewest iterations.
 
 All models stay in two modes of the ring, x_i = x̄ + c cos(2π i/n), which belong to the eigenvalues 1
 and λ of W. The program computes only these modes, and D-PSGD by a formula. A test compares the
@@ -52,9 +52,9 @@ def rho(n: int) -> float:
 
 
 def weights(n: int) -> Array:
-    """Return the factors 1 and λ by which a round multiplies the two modes.
+    """Return the factors 1 and λ by which a round multiplies the two modes, as an array (2, 1).
 
-    They broadcast along the second axis from the end.
+    Models in modes have the shape (…, 2, d), so that the factors broadcast over the coordinates.
     """
     return np.array([1.0, rho(n)])[:, None]
 
@@ -62,7 +62,7 @@ def weights(n: int) -> Array:
 def minima(zeta: float, draw: int) -> Array:
     """Return the minima b_i as two modes (2, d): their mean x*, and the amplitude of the cosine.
 
-    :param zeta: ζ, the difference between the nodes
+    :param zeta: ζ, the root mean square over nodes of ‖∇f_i(x*)‖
     :param draw: seed of the random directions
     """
     random = np.random.default_rng((draw, 7))
@@ -74,7 +74,12 @@ def minima(zeta: float, draw: int) -> Array:
 
 
 def squares(x: Array, best: Array) -> Array:
-    """Return the mean over nodes of ‖∇f(x_i)‖², for models x in modes and minimum ``best``."""
+    """Return the mean over nodes of ‖∇f(x_i)‖².
+
+    :param x: models in modes, (…, 2, d)
+    :param best: the minimum x*, (d,)
+    :return: array (…)
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         mean = CURVATURE * (x[..., 0, :] - best)
         amplitude = CURVATURE * x[..., 1, :]
@@ -162,7 +167,11 @@ def detag(b: Array, rate: Array, x: Array, w: Array, phase: int, eta: float) -> 
 def iterations(models: Iterator[Array], best: Array, limit: int) -> tuple[int, int]:
     """Return the first iteration at which some learning rate reaches ε, and the rate's index.
 
-    If no rate reaches ε within ``limit`` iterations, return ``limit`` and 0.
+    If no rate reaches ε before iteration ``limit``, the result is ``limit`` and 0.
+
+    :param models: models in modes (rates, 2, d) after each iteration
+    :param best: the minimum x*, (d,)
+    :param limit: number of iterations
     """
     for t in range(1, limit):
         is_small = squares(next(models), best) <= EPSILON**2
@@ -172,10 +181,10 @@ def iterations(models: Iterator[Array], best: Array, limit: int) -> tuple[int, i
 
 
 def measure(n: int, zeta: float, draw: int) -> Iterator[dict[str, Any]]:
-    """Yield the result of each method, for a ring of n nodes.
+    """Yield the result of each method on a ring of n nodes, in the form of a line of runs.jsonl.
 
     :param n: number of nodes
-    :param zeta: ζ, the difference between the nodes
+    :param zeta: ζ, the root mean square over nodes of ‖∇f_i(x*)‖
     :param draw: seed of the minima
     """
     b = minima(zeta, draw)
@@ -233,6 +242,8 @@ def slopes_of(lines: Sequence[dict[str, Any]]) -> list[Slope]:
 
     DeTAG without acceleration is a control: it is compared with 1/√(1 − λ), too, and its slope must
     not be 1.
+
+    :param lines: lines of runs.jsonl from the study "optimal"
     """
     slopes = []
     for name, zeta in dict.fromkeys((line["method"], line["cell"]["zeta"]) for line in lines):
@@ -253,7 +264,10 @@ def slopes_of(lines: Sequence[dict[str, Any]]) -> list[Slope]:
 
 
 def bound() -> list[float]:
-    """Return the growth of the theoretical lower bound, as a factor, from the smallest ring."""
+    """Return the theoretical lower bound of iterations on each ring of `SIZES`.
+
+    Each value is a multiple of the bound on the smallest ring.
+    """
     return [math.sqrt((1 - rho(SIZES[0])) / (1 - rho(n))) for n in SIZES]
 
 
@@ -268,15 +282,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     text = options.out.read_text("utf-8") if options.out.exists() else ""
     lines = [x for x in map(json.loads, text.splitlines()) if x["study"] == "optimal"]
-    done = {(x["nodes"], x["cell"]["zeta"]) for x in lines}
+    stored = {(x["nodes"], x["cell"]["zeta"]) for x in lines}
     for n, zeta in product(SIZES, ZETAS):
-        if (n, f"{zeta:g}") in done:
+        if (n, f"{zeta:g}") in stored:
             continue
         more = [line for draw in range(DRAWS) for line in measure(n, zeta, draw)]
         with options.out.open("a", encoding="utf-8") as out:
             out.writelines(json.dumps(x, ensure_ascii=False) + "\n" for x in more)
         lines += more
-        print(f"n = {n}, ζ = {zeta:g} done", flush=True)
+        print(f"n = {n}, ζ = {zeta:g}: measured", flush=True)
     for slope in slopes_of(lines):
         print(
             slope.method,

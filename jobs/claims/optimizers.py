@@ -20,9 +20,9 @@ from designs import (
     Cell,
     best_rate,
     few_vectors,
-    optimized,
+    method_label,
+    search_runs,
     searched_rates,
-    tried,
 )
 from judging import PAIRS, Verdict, format_interval, holm, judge, of_values
 from stored import Line, finals
@@ -58,18 +58,21 @@ def cell_of(study: str, nodes: int, model: str, method: str) -> Cell:
 
 
 def results(runs: Sequence[Line], cell: Cell, method: str) -> BySeed:
-    """Return the metric of a method's reported runs by seed, without runs that have diverged."""
+    """Return the results of a method's reported runs by seed, without runs that have diverged.
+
+    A result is the metric of the cell: a loss in nats, or an accuracy from 0 to 1.
+    """
     by_seed = finals(runs, cell, method, "best")
     return {s: r["figures"][cell.metric] for s, r in sorted(by_seed.items()) if r["figures"]}
 
 
 def excess(values: BySeed, base: BySeed) -> BySeed:
-    """Return the percentages by which values exceed those of ``base`` with the same seed."""
+    """Return by seed the percentage by which a value exceeds the value of ``base``."""
     return {s: 100 * (values[s] / base[s] - 1) for s in values if s in base}
 
 
 def combined(a: float, x: BySeed, b: float, y: BySeed) -> BySeed:
-    """Return a x + b y for the seeds that both have."""
+    """Return a · x + b · y for each seed that is in both ``x`` and ``y``."""
     return {s: a * x[s] + b * y[s] for s in x if s in y}
 
 
@@ -86,16 +89,16 @@ def exchange_claims(runs: Sequence[Line], study: str, model: str) -> list[Claim]
 
     def gap(optimizer: str, exchange: str) -> BySeed:
         own, base = (
-            results(runs, *needs(optimized(optimizer, name))[0])
+            results(runs, *needs(method_label(optimizer, name))[0])
             for name in (exchange, "all-reduce")
         )
         return excess(own, base)
 
     few = few_vectors(runs)
-    method = few and optimized("Muon", few)
-    all_reduce = {name: optimized(name, "all-reduce") for name in ("AdamW", "Muon")}
-    one_peer = {name: optimized(name, "one-peer") for name in ("AdamW", "Muon")}
-    exact = {name: optimized(name, "exact averages") for name in ("AdamW", "Muon")}
+    method = few and method_label("Muon", few)
+    all_reduce = {name: method_label(name, "all-reduce") for name in ("AdamW", "Muon")}
+    one_peer = {name: method_label(name, "one-peer") for name in ("AdamW", "Muon")}
+    exact = {name: method_label(name, "exact averages") for name in ("AdamW", "Muon")}
     ahead = [results(runs, *needs(m)[0]) for m in (all_reduce["AdamW"], one_peer["Muon"])]
     claims = [
         Claim(
@@ -149,13 +152,16 @@ def other_claims(runs: Sequence[Line]) -> list[Claim]:
 
 
 def claims(runs: Sequence[Line]) -> list[Claim]:
-    """Return all claims of these studies, also those whose runs are missing."""
+    """Return all claims of the studies in `NAMES`, even if their runs are missing."""
     small = exchange_claims(runs, "optimizers", SMALL_GPT)
     return [*small, *other_claims(runs), *exchange_claims(runs, "finalists", LARGER_GPT)]
 
 
 def verdicts(rows: Sequence[Claim]) -> list[Verdict]:
-    """Judge the claims. Those without runs count in Holm's procedure, too, as they were planned."""
+    """Judge the claims together by Holm's procedure.
+
+    Claims without runs count, too, because they were planned before any run.
+    """
     return holm([judge(c.text, [of_values([*c.values.values()])], alike=c.alike) for c in rows])
 
 
@@ -163,14 +169,14 @@ def verdicts(rows: Sequence[Claim]) -> list[Verdict]:
 
 
 def stored_of(runs: Sequence[Line], cell: Cell, method: str) -> list[Line]:
-    """Return the runs of a method of a cell, of the search and reported ones."""
+    """Return all stored runs of a method of a cell, from its search and with reported seeds."""
     names = "study", "nodes", "cell", "method"
     key = cell.study, cell.nodes, cell.labels, method
     return [run for run in runs if tuple(run[name] for name in names) == key]
 
 
 def begun(runs: Sequence[Line], claim: Claim) -> str:
-    """Return how many of the runs of an unfinished claim are stored."""
+    """Return a text on an unfinished claim: the number of its stored runs, and of all its runs."""
     wanted = sum(len(searched_rates(*need, runs)) + len(SEEDS) for need in claim.needs)
     count = sum(len(stored_of(runs, *need)) for need in claim.needs)
     return f"begun: {count} of {wanted} runs" if count else f"not run: {wanted} runs"
@@ -191,8 +197,8 @@ def claim_lines(runs: Sequence[Line]) -> list[str]:
 
 
 def searched_text(runs: Sequence[Line], cell: Cell, method: str) -> str:
-    """Return the losses or accuracies of a method's search as text, with its learning rates."""
-    trials = sorted(tried(cell, method, runs).items())
+    """Return the results of a method's search as text: a loss or accuracy at each learning rate."""
+    trials = sorted(search_runs(cell, method, runs).items())
     values = [
         f"{lr:g}: {line['figures'][cell.metric]:.4f}" if line["figures"] else f"{lr:g}: diverged"
         for lr, line in trials
@@ -223,7 +229,7 @@ def method_lines(runs: Sequence[Line]) -> list[str]:
             if by_seed:
                 mean = f"{np.mean([*by_seed.values()]):.4f}"
             if len(by_seed) == len(SEEDS) and exchange in EXCHANGES:
-                base = optimized(optimizer, "all-reduce")
+                base = method_label(optimizer, "all-reduce")
                 base_cell = cell_of(cell.study, cell.nodes, cell.labels["model"], base)
                 values = [*excess(by_seed, results(runs, base_cell, base)).values()]
                 if exchange != "all-reduce" and len(values) == len(SEEDS):

@@ -18,8 +18,8 @@ from designs import (
     STUDIES,
     WITHIN,
     Cell,
-    Chosen,
-    chosen,
+    SearchResult,
+    search_result,
     vectors,
 )
 from judging import Verdict, format_interval, holm, judge, of_values
@@ -34,7 +34,10 @@ Accuracies = dict[str, tuple[float, list[float]]]
 
 
 def accuracies(runs: Sequence[Line], cell: Cell) -> Accuracies:
-    """Return the accuracies of the graphs whose seeds are complete and did not diverge."""
+    """Return the accuracies of those graphs for which the runs of all seeds are stored.
+
+    Graphs of which a run has diverged are left out.
+    """
     results = {}
     for method in cell.methods:
         by_seed = finals(runs, cell, method, "best")
@@ -44,7 +47,7 @@ def accuracies(runs: Sequence[Line], cell: Cell) -> Accuracies:
     return results
 
 
-def ahead(results: Accuracies) -> dict[str, list[float]]:
+def lead_of_first(results: Accuracies) -> dict[str, list[float]]:
     """Return the percentage points by which the graph FIRST is better than each other graph.
 
     The keys are the other graphs; each value is a list with one number per seed.
@@ -65,7 +68,7 @@ def searched_verdicts(runs: Sequence[Line]) -> list[Verdict]:
         [
             judge(f"{cell.labels['model']}: {FIRST} ahead of {other}", [of_values(values)])
             for cell in STUDIES["searched"]()
-            for other, values in ahead(accuracies(runs, cell)).items()
+            for other, values in lead_of_first(accuracies(runs, cell)).items()
         ]
     )
 
@@ -91,7 +94,7 @@ def searched_page(runs: Sequence[Line]) -> str:
                 continue
             (rate, values), more = results[method], "|  |  |"
             if verdict := verdicts.get(f"{model}: {FIRST} ahead of {method}"):
-                by = format_interval(of_values(ahead(results)[method]))
+                by = format_interval(of_values(lead_of_first(results)[method]))
                 more = f"| {by} | {verdict.words} |"
             lines.append(f"{name} | {rate:g} | {format_interval(of_values(values))} {more}")
     return "\n".join([*lines, "", f"{len(searched)} runs stored."]) + "\n"
@@ -109,17 +112,18 @@ class Parity(NamedTuple):
     method: str
     lr: float
     loss: float
+    """Mean of the losses over the seeds, in nats."""
     above: list[float]
     vectors: float
-    """Number of averages divided by that of parallel SGD; the bytes have the same ratio."""
+    """Ratio of the numbers of averages of this method and of parallel SGD, and of their bytes."""
     since: float
-    """This ratio for the steps after the warm start."""
+    """Ratio of the numbers of averages in the steps after the warm start only."""
 
 
 def losses(
     runs: Sequence[Line], model: str, method: str, lr: float, nodes: int = 4
 ) -> dict[int, float]:
-    """Return the reported losses of a method by seed, without runs that have diverged.
+    """Return the reported losses of a method in nats, by seed, without runs that have diverged.
 
     :param runs: all stored runs
     :param model: label of the model
@@ -136,12 +140,16 @@ def losses(
     }
 
 
-def compared(
-    runs: Sequence[Line], model: str, finalist: Chosen
+def finalist_and_controls(
+    runs: Sequence[Line], model: str, finalist: SearchResult
 ) -> list[tuple[str, float, dict[int, float], int]]:
-    """Return the results of the finalist and its controls.
+    """Return the results of the finalist of the search for DiLoCo and of its controls.
 
-    Each is a tuple: method, learning rate, losses by seed, and period (0: without averages).
+    :param runs: all stored runs
+    :param model: label of the model
+    :param finalist: result of the search
+    :return: for each method: its label, learning rate, losses in nats by seed, and steps between
+        two averages (0: without averages)
     """
     tail = f"after {finalist.start} %"
     no_momentum = f"{NO_MOMENTUM} {tail}"
@@ -157,16 +165,16 @@ def compared(
 
 
 def parities(runs: Sequence[Line], model: str) -> list[Parity]:
-    """Return the rows of the methods for which the runs of all seeds are stored.
+    """Return the rows of those methods for which the runs of all seeds are stored.
 
-    There are no rows if runs of parallel SGD are missing.
+    The result is empty if the search is not finished, or if runs of parallel SGD are missing.
     """
-    finalist = chosen(model, runs)
+    finalist = search_result(model, runs)
     if finalist is None:
         return []
     base = losses(runs, model, "parallel", finalist.parallel)
     rows = []
-    for method, lr, by_seed, period in compared(runs, model, finalist):
+    for method, lr, by_seed, period in finalist_and_controls(runs, model, finalist):
         if all(seed in by_seed and seed in base for seed in SEEDS):
             above = [100 * (by_seed[seed] / base[seed] - 1) for seed in SEEDS]
             sent = vectors(period, finalist.start, SIZES[model][0]) if period else 0.0
@@ -200,7 +208,7 @@ def diloco_page(runs: Sequence[Line]) -> str:
     for model in SIZES:
         matching = [r for r in runs if r["study"] == "diloco" and r["cell"]["model"] == model]
         lines += [f"{model}, {SIZES[model][0]:,} steps: {len(matching)} runs stored.", ""]
-        if finalist := chosen(model, runs):
+        if finalist := search_result(model, runs):
             lines += [*_reported(runs, model, finalist, verdicts), ""]
         tried: dict[str, list[str]] = {}
         for run in matching:
@@ -217,7 +225,7 @@ def diloco_page(runs: Sequence[Line]) -> str:
 
 
 def _reported(
-    runs: Sequence[Line], model: str, finalist: Chosen, verdicts: dict[str, str]
+    runs: Sequence[Line], model: str, finalist: SearchResult, verdicts: dict[str, str]
 ) -> list[str]:
     base = losses(runs, model, "parallel", finalist.parallel)
     loss = f"{len(base)} of {len(SEEDS)} seeds"
@@ -229,7 +237,7 @@ def _reported(
         f"| parallel | {finalist.parallel:g} | {loss} |  | 1, 1 |  |",
     ]
     complete = {row.method: row for row in parities(runs, model)}
-    for method, lr, by_seed, _ in compared(runs, model, finalist):
+    for method, lr, by_seed, _ in finalist_and_controls(runs, model, finalist):
         if method not in complete:
             lines.append(f"| {method} | {lr:g} | {len(by_seed)} of {len(SEEDS)} seeds |  |  |  |")
             continue

@@ -61,9 +61,13 @@ def relative_qsr(
 
 
 def evenly(*, count: Positive = 4, total: Positive | None = None) -> Cadence:
-    """Build a cadence: ``count`` GLOBAL steps at equal distances, of which the last ends the run.
+    """Build a cadence: ``count`` GLOBAL steps at equal distances, otherwise LOCAL.
 
-    Distances differ by at most one step, so that ``count`` need not divide ``total``.
+    The last step of the run is GLOBAL. If ``count`` does not divide ``total``, the distances differ
+    by one step.
+
+    :param count: number of GLOBAL steps
+    :param total: number of steps of the run; None: equal to ``count``
     """
     steps = total or count
     return fixed_schedule(
@@ -78,10 +82,10 @@ def evenly(*, count: Positive = 4, total: Positive | None = None) -> Cadence:
 
 
 def two_rounds(n: int, seed: int, t: int) -> Circulant:
-    """Return two rounds of the one-peer exponential graph in one: W = W₂ₜ₊₁ W₂ₜ.
+    """Return a round that has the effect of two rounds of the one-peer graph: W = W₂ₜ₊₁ W₂ₜ.
 
-    A node would send two messages in two rounds; the rounds in one have up to three receivers, and
-    the logged bytes are those of three messages.
+    In two rounds of the one-peer exponential graph, a node sends two messages. In this round, it
+    sends up to three, which the logged bytes count.
     """
     one_peer = graph("one-peer-exponential", n)
     first, second = (one_peer.round(2 * t + k).row() for k in (0, 1))
@@ -100,7 +104,7 @@ def static_first(n: int, seed: int, t: int, *, first: int = 0) -> Round:
 
 
 class Smoothed(NamedTuple):
-    """State of the inner algorithm, and the exponential moving average of x."""
+    """State of an algorithm, and the exponential moving average of the models x."""
 
     inner: Any
     mean: torch.Tensor
@@ -226,11 +230,17 @@ LAG = 20
 class Paced(torch.nn.Module):
     """Model that sleeps in each training step, so that the step takes a given time.
 
-    It does not sleep in the simulator. When only the last `LAG` entries of ``seconds`` are left, it
-    sends SIGTERM to its own process, which ends the run.
+    When only the last `LAG` entries of ``seconds`` are left, it sends SIGTERM to its own process,
+    which ends the run.
     """
 
     def __init__(self, inner: torch.nn.Module, padding: int, seconds: Sequence[float]):
+        """Wrap a model.
+
+        :param inner: model that computes the outputs
+        :param padding: number of additional parameters, which do not change the outputs
+        :param seconds: seconds of sleep in each step; []: never sleep, as in the simulator
+        """
         super().__init__()
         self.inner = inner
         self.padding = torch.nn.Parameter(torch.zeros(padding))

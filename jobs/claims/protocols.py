@@ -107,23 +107,25 @@ class Protocol:
     def rows(self) -> Iterator[Row]:
         """Train the missing runs, and yield the rows of all tables.
 
-        If runs can't be made, the rows say why.
+        If the runs fail, each row has the text "not run: " and the reason instead of a measurement.
         """
         try:
             if "{data}" in str(self.study_arguments) and not (
                 self.options.data or self.options.rehearse
             ):
-                raise Failure("the data are missing: pass them as --data FILE")
+                raise Failure(
+                    "the study needs CIFAR-10, but --data was not given: pass --data FILE"
+                )
             for table, study in self.tables():
                 study.plot(out=study.folder / f"curves{'-common' * bool(table)}.png")
                 for row in self.judging["row"]:
-                    yield Row(*_head(row), *measured(study, row), "order" in row, table)
+                    yield Row(*_head(row), *judge_row(study, row), "order" in row, table)
         except Failure as error:
             for row in self.judging["row"]:
                 yield Row(*_head(row), f"not run: {error}", None, judged=False)
 
     def estimate(self) -> tuple[int, float]:
-        """Return the approximate number of runs, and the hours that they take on the workers."""
+        """Return the approximate number of runs, and the hours that they take with --workers."""
         filled = _filled(self.study_arguments, {"file:{searched}": "ring", "{period}": "4"})
         nodes = filled["nodes"] if isinstance(filled["nodes"], list) else [filled["nodes"]]
         cells, _ = cells_of(filled["job"], filled["grid"], nodes, filled.get("settings", []), False)
@@ -145,8 +147,14 @@ def _filled(study_arguments: Mapping[str, Any], values: Mapping[str, str]) -> di
     return json.loads(text) | {"job": study_arguments["job"]}
 
 
-def measured(study: Study, row: Mapping[str, Any]) -> tuple[str, bool | None]:
-    """Return the measured values of a row as text, and whether its claim holds; None: undecided."""
+def judge_row(study: Study, row: Mapping[str, Any]) -> tuple[str, bool | None]:
+    """Return the measured values of a row as text, and whether its claim holds.
+
+    :param study: the study with all of its runs
+    :param row: keys of the table `[[row]]`
+    :return: text of the values, and the verdict; None: it can't be decided, or the row has no
+        key `order`
+    """
     at = {axis: str(label) for axis, label in row.get("at", {}).items()}
     cells = {
         cell.label("method").split(", period")[0]: cell
@@ -155,7 +163,7 @@ def measured(study: Study, row: Mapping[str, Any]) -> tuple[str, bool | None]:
     }
     shares = dict.fromkeys(row.get("figures", [study.judge]), 1.0) | row.get("share", {})
     order = row.get("order", [])
-    words = [_method(study, cells[name], shares, row) for name in order or cells]
+    words = [_describe_method(study, cells[name], shares, row) for name in order or cells]
     pairs = [(order[0], name) for name in order[1:]] if "alike" in row else [*pairwise(order)]
     differences = []
     for figure, share in shares.items():
@@ -167,17 +175,22 @@ def measured(study: Study, row: Mapping[str, Any]) -> tuple[str, bool | None]:
     if not differences:
         return "; ".join(words), None
     verdict = judge(row["claim"], differences, row.get("by", 0.0), row.get("alike"))
-    return "; ".join(words), verdict.alone
+    return "; ".join(words), verdict.holds
 
 
 def _lead(difference: Difference) -> str:
     return format_interval(difference, "+.3g") if difference.pairs else "– (all pairs diverged)"
 
 
-def _method(study: Study, cell: Cell, figures: Mapping[str, float], row) -> str:
-    """Return a text about a method: its metrics with intervals, and its learning rate.
+def _describe_method(study: Study, cell: Cell, figures: Mapping[str, float], row) -> str:
+    """Return a text about a method: its metrics with 95 % intervals, and its learning rate.
 
-    Bytes are included if the row is judged by them.
+    The text contains the megabytes that a node sends if the row is judged by "bytes_sent".
+
+    :param study: the study
+    :param cell: cell of the method
+    :param figures: metrics by which the row is judged
+    :param row: keys of the table `[[row]]`
     """
     measured_row = study.rows[study.cells.index(cell)]
     runs = study.ended(cell)
@@ -187,15 +200,15 @@ def _method(study: Study, cell: Cell, figures: Mapping[str, float], row) -> str:
             mean, half = interval([run.last(name) for run in runs])
             words.append(f"{name} {number(mean)} ± {number(half)}")
     if "reaches" in row:
-        words.append(_until(study, cell, row["reaches"]))
+        words.append(_megabytes_until(study, cell, row["reaches"]))
     if "bytes_sent" in figures:
-        words.append(f"{number(measured_row['MB'])} MB{_codes(cell, runs)}")
+        words.append(f"{number(measured_row['MB'])} MB{_message_sizes(cell, runs)}")
     rate = f" (lr {measured_row['lr']:g})" if "lr" in measured_row else ""
     notes = f" ({', '.join(lost(measured_row))})" if lost(measured_row) else ""
     return f"{cell.label('method')}{rate}: {', '.join(words)}{notes}"
 
 
-def _until(study: Study, cell: Cell, loss: float) -> str:
+def _megabytes_until(study: Study, cell: Cell, loss: float) -> str:
     """Return the MB that a node sends until the training loss reaches ``loss``, as text.
 
     The training loss is averaged over 20 steps.
@@ -210,8 +223,12 @@ def _until(study: Study, cell: Cell, loss: float) -> str:
     return f"{number(np.mean(sent)) if sent else '–'} MB to {loss:g}{note}"
 
 
-def _codes(cell: Cell, runs: Sequence[RunResult]) -> str:
-    """Return the bytes of encoded and of decoded messages on a ring as text, as papers count."""
+def _message_sizes(cell: Cell, runs: Sequence[RunResult]) -> str:
+    """Return the MB of encoded and of decoded messages as text, as papers count them.
+
+    The papers' counts assume ring all-reduce, with 2 (n − 1)/n messages per node and exchange. The
+    text is empty if messages are not encoded, or if there are no runs.
+    """
     job = assemble.load(runs[0].log.job) if runs else None
     if job is None or job.node.wire == "fp32":
         return ""

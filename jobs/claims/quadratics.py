@@ -59,12 +59,14 @@ WINDOW = 100
 
 
 def minima() -> torch.Tensor:
-    """Return the b_i: standard normal numbers, (n, 1) float64."""
+    """Return the minima b_i of the nodes: standard normal numbers, (n, 1) float64."""
     return torch.from_numpy(np.random.default_rng(SEED).standard_normal((N, 1)))
 
 
 def limit_of(models: Iterable[torch.Tensor]) -> float:
     """Return the limit of a method: the root mean square of x − b̄ over nodes and four last steps.
+
+    :param models: models (n, 1) after each step
 
     The iteration ends when this value is below ZERO/100 or has changed by less than a fraction of
     1e-7 in WINDOW steps. The result is infinity if the models diverge.
@@ -122,9 +124,13 @@ def model_after(models: Iterator[torch.Tensor], count: int) -> torch.Tensor:
 
 
 def run_rounds(method: Algorithm, gossip_graph: Graph, rounds: int) -> torch.Tensor:
-    """Return the matrix of the linear map that some rounds of a method without gradients make.
+    """Return the matrix (n, n) by which some rounds of a method without gradients multiply models.
 
     Column j is the result for models that are 1 on node j, and 0 on all others.
+
+    :param method: the algorithm
+    :param gossip_graph: graph of n nodes
+    :param rounds: number of rounds
     """
     x = torch.eye(gossip_graph.n, dtype=torch.float64)
     return model_after(steps(method, gossip_graph, x, torch.zeros_like, 1e-300), rounds)
@@ -179,7 +185,7 @@ def _differences(measured: dict[str, float], expected: dict[str, float]) -> list
 def toy_limits(options) -> Iterator[Row]:
     """Compare the limits of ten methods on three graphs with expected values.
 
-    The limits of two further methods, for which there are none, are only reported.
+    For two further methods there are no expected values, so their limits are only reported.
     """
     ring = 0.1 * np.eye(N) + 0.45 * (np.roll(np.eye(N), 1, 0) + np.roll(np.eye(N), -1, 0))
     graphs = graph("ring", N), from_matrices([ring]), graph("one-peer-exponential", N)

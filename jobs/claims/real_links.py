@@ -67,7 +67,7 @@ CELLS = (Link(1, 50e-6, 50), Link(10, 5e-3, 50))
 
 
 def settings(line: Line, link: Link) -> list[str]:
-    """Return the settings of a run: those of the study, with the model `parts:paced`.
+    """Return the settings of a run: the settings of the study, but with the model `parts:paced`.
 
     :param line: stored run of the study
     :param link: the link
@@ -90,12 +90,15 @@ def settings(line: Line, link: Link) -> list[str]:
 def run(words: list[str], folder: Path) -> Log:
     """Run a command, and return the log of its run.
 
+    If the run has neither finished nor been stopped, by its exit code, this program ends with the
+    command's output as its message.
+
     :param words: words of the command
-    :param folder: run directory
+    :param folder: run directory, which is emptied before
     """
     shutil.rmtree(folder, ignore_errors=True)
     environment = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [*words, f"run.output={folder}"],
         env=environment,
         timeout=LIMIT_S,
@@ -103,13 +106,23 @@ def run(words: list[str], folder: Path) -> Log:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    if done.returncode not in (OK, STOPPED):
-        sys.exit(f"{' '.join(words)}: code {done.returncode}\n{done.stdout[-3000:]}")
+    if completed.returncode not in (OK, STOPPED):
+        sys.exit(
+            f"{' '.join(words)} ended with code {completed.returncode}, not {OK} or {STOPPED}; the "
+            f"end of its output is:\n{completed.stdout[-3000:]}"
+        )
     return read(folder / "log.h5")
 
 
-def measured(method: str, link: Link, scratch: Path) -> Line:
-    """Run a method until it reaches the goal; return the measured and the virtual seconds."""
+def measure(method: str, link: Link, scratch: Path) -> Line:
+    """Run a method on ranks until it reaches the goal; return a line of links.jsonl.
+
+    The line contains the measured seconds, and the seconds of the virtual clock for equal steps.
+
+    :param method: label of the method
+    :param link: link of the ranks
+    :param scratch: folder for the runs
+    """
     stored = seconds.finals(lines(RUNS))
     job_settings = settings(stored[method][SEED], link)
     cell = seconds.CELL
@@ -124,8 +137,11 @@ def measured(method: str, link: Link, scratch: Path) -> Line:
     words = [str(LAB), "run", nodes, *program, "train", JOB, *job_settings, f"model.stop={steps}"]
     log = run(words, scratch / "ranks")
     if not np.array_equal(log.steps["loss"][:steps], simulated.steps["loss"][:steps]):
-        sys.exit(f"{method}: {len(log.steps['loss'])} steps differ from the simulator's {steps}")
-    clock = seconds.ends(
+        sys.exit(
+            f"{method}: the ranks made {len(log.steps['loss'])} steps, and the losses of the first "
+            f"{steps} differ from the simulated losses"
+        )
+    clock = seconds.end_times(
         method,
         np.flatnonzero(simulated.steps["kind"][:, 0]).tolist(),
         len(simulated.steps["step"]),
@@ -156,15 +172,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.scratch.mkdir(parents=True, exist_ok=True)
     os.environ["MPIGOSSIP_NET_LAB_BURST"] = "32kb"
-    done = {(x["gbit"], x["latency"], x["method"]) for x in lines(LINKS)}
+    stored = {(x["gbit"], x["latency"], x["method"]) for x in lines(LINKS)}
     for link in CELLS:
         rate = f"{link.megabits}mbit"
         ms = "0" if link.latency < 1e-4 else f"{1e3 * link.latency:g}"
         subprocess.run([LAB, "up", str(seconds.CELL.nodes), rate, ms], check=True)
         try:
             for method in METHODS:
-                if (link.gbit, link.latency, method) not in done:
-                    result = measured(method, link, options.scratch)
+                if (link.gbit, link.latency, method) not in stored:
+                    result = measure(method, link, options.scratch)
                     with LINKS.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(result) + "\n")
                     print(result, flush=True)

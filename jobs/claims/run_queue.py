@@ -38,8 +38,8 @@ from designs import (  # noqa: E402
     STUDIES,
     Cell,
     best_rate,
+    search_runs,
     searched_rates,
-    tried,
 )
 from inputs import packed_text, searched_graph  # noqa: E402
 
@@ -74,23 +74,23 @@ def identity(line: Line) -> str:
     return json.dumps([line.get(key) for key in keys], sort_keys=True)
 
 
-def wanted(cell: Cell, done: list[Line]) -> Iterator[Line]:
-    """Yield the runs of a cell, as far as they are known: first the search, then the others.
+def wanted_runs(cell: Cell, runs: list[Line]) -> Iterator[Line]:
+    """Yield all runs of a cell that are known by now: first the search, then the other runs.
 
     :param cell: the cell
-    :param done: all finished runs, on whose results further runs depend
+    :param runs: all finished runs, whose results decide which further runs are known
     """
     about = {"study": cell.study, "nodes": cell.nodes, "cell": cell.labels}
     if cell.order:
-        for method, level, lr, seed in cell.order(done):
+        for method, level, lr, seed in cell.order(runs):
             yield about | {"method": method, "level": level, "lr": lr, "seed": seed}
         return
     best: dict[str, float] = {}
     for method in cell.methods:
-        rates = searched_rates(cell, method, done)
+        rates = searched_rates(cell, method, runs)
         for rate in rates:
             yield about | {"method": method, "level": "search", "lr": rate, "seed": SEARCH}
-        if rates[-1] in (result := tried(cell, method, done)):
+        if rates[-1] in (result := search_runs(cell, method, runs)):
             best[method] = best_rate([*result.values()], cell.metric)
     if len(best) < len(cell.methods):
         return
@@ -104,14 +104,19 @@ def wanted(cell: Cell, done: list[Line]) -> Iterator[Line]:
 def settings(cell: Cell, line: Line) -> list[str]:
     """Return the settings of a run.
 
-    They have placeholders for files, so that machines may differ, and for the learning rate.
+    They contain placeholders for paths, so that the same settings are valid on all machines, and
+    for the learning rate.
     """
     own = [f"schedule.lr={line['lr']!r}", f"run.seed={line['seed']}"]
     return [*cell.settings, *cell.methods[line["method"]].split(), *own]
 
 
 def train(line: Line, options: argparse.Namespace) -> Line:
-    """Train in this process; return the line with metrics and digest."""
+    """Train a run in this process; return its line with metrics and digest.
+
+    :param line: the run with its settings
+    :param options: options of the command line
+    """
     folder = options.scratch / "run"
     shutil.rmtree(folder, ignore_errors=True)
     filled = " ".join(line["settings"])
@@ -127,10 +132,10 @@ def train(line: Line, options: argparse.Namespace) -> Line:
     job = assemble.load(Path(JOB), [*filled.split(), f"run.output={folder}"])
     began = time.process_time()
     try:
-        with SingleProcess() as alone:
-            summary = start_and_resume.train(job, alone, line["nodes"])
+        with SingleProcess() as world:
+            summary = start_and_resume.train(job, world, line["nodes"])
         if not summary["finished"]:
-            sys.exit("stopped: the current run was not written")
+            sys.exit(f"{identity(line)}: the run was stopped by a signal, so it was not stored")
     except NonFiniteError:
         return line | {"figures": {}, "diverged": True, "digest": None}
     result = RunResult(read(folder / "log.h5"))
@@ -150,7 +155,7 @@ def train(line: Line, options: argparse.Namespace) -> Line:
     return line | {"figures": rounded, **more, "digest": summary["digest"]}
 
 
-def alone(line: Line, options: argparse.Namespace) -> Line:
+def train_in_child(line: Line, options: argparse.Namespace) -> Line:
     """Call `train` in a forked process, so that its memory and its signals affect no other run."""
     fork = multiprocessing.get_context("fork")
     receiving, sending = fork.Pipe(duplex=False)
@@ -160,7 +165,7 @@ def alone(line: Line, options: argparse.Namespace) -> Line:
     try:
         result = receiving.recv()
     except EOFError:
-        sys.exit(f"{identity(line)}: its run failed or was stopped")
+        sys.exit(f"{identity(line)}: the run failed or was stopped, so it was not stored")
     child.join()
     return result
 
@@ -172,7 +177,7 @@ def _send(pipe: Any, line: Line, options: argparse.Namespace) -> None:
 
 
 def origin() -> dict[str, str]:
-    """Return the last commit that changed the package, and the version of torch."""
+    """Return the hash of the last commit that changed the package, and the version of torch."""
     git = ["git", "-C", str(HERE), "log", "-1", "--format=%h", "--", str(HERE.parents[1] / PACKAGE)]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     return {"commit": commit or "unknown", "torch": torch.__version__}
@@ -183,37 +188,37 @@ def cells(options: argparse.Namespace) -> list[Cell]:
     return [cell for name in options.study or STUDIES for cell in STUDIES[name]()]
 
 
-def clock(text: str) -> str:
+def time_of_day(text: str) -> str:
     """Return a time of day as HH:MM with two digits each, so that such texts can be compared."""
     return datetime.strptime(text, "%H:%M").strftime("%H:%M")
 
 
 def queue(options: argparse.Namespace) -> int:
     """Make the missing runs, cell by cell, until --until; return the number of runs made."""
-    done = lines(options.out)
-    stored = {identity(line) for line in done}
+    runs = lines(options.out)
+    stored = {identity(line) for line in runs}
     count = 0
-    of = origin()
+    versions = origin()
     for cell in cells(options):
         while True:
-            missing = [run for run in wanted(cell, done) if identity(run) not in stored]
+            missing = [run for run in wanted_runs(cell, runs) if identity(run) not in stored]
             if not missing:
                 break
             if options.until and datetime.now().strftime("%H:%M") >= options.until:
                 return count
             line = missing[0]
-            result = alone(line | {"settings": settings(cell, line)}, options) | of
+            result = train_in_child(line | {"settings": settings(cell, line)}, options) | versions
             with options.out.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(result, ensure_ascii=False) + "\n")
                 out.flush()
                 os.fsync(out.fileno())
-            done.append(result)
+            runs.append(result)
             stored.add(identity(result))
             count += 1
     return count
 
 
-def again(options: argparse.Namespace) -> int:
+def repeat(options: argparse.Namespace) -> int:
     """Repeat some stored runs; return exit code 1 if the digest of any run differs, otherwise 0."""
     candidates = [
         line for line in lines(options.out) if line.get("digest") and line["study"] in STUDIES
@@ -233,13 +238,13 @@ def estimate(options: argparse.Namespace) -> None:
     for cell in cells(options):
         total = len(cell.methods) * (len(cell.rates) + len(SEEDS) * len(cell.levels))
         if cell.order is not None:  # Further runs depend on results, so count only those known now.
-            total = sum(1 for _ in wanted(cell, lines(options.out)))
-        finished = sum(identity(run) in stored for run in wanted(cell, lines(options.out)))
+            total = sum(1 for _ in wanted_runs(cell, lines(options.out)))
+        finished = sum(identity(run) in stored for run in wanted_runs(cell, lines(options.out)))
         print(f"{cell.study:10} n = {cell.nodes:3} {cell.labels}: {finished} of {total} runs")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, repeat or count."""
+    """Make the missing runs, repeat stored runs, or count runs; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -248,7 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--scratch", type=Path, required=True, help="folder for temporary logs")
     add("--out", type=Path, default=RUNS, help="lines of JSON; default: runs.jsonl of this folder")
     add("--study", action="append", choices=[*STUDIES], help="repeatable; default: all in order")
-    add("--until", metavar="HH:MM", type=clock, help="start no run after this time of today")
+    add("--until", metavar="HH:MM", type=time_of_day, help="start no run after this time of today")
     add("--again", type=int, default=0, metavar="N", help="repeat N runs and compare their digests")
     add("--estimate", action="store_true", help="print the numbers of finished and missing runs")
     options = parser.parse_args(arguments)
@@ -258,8 +263,8 @@ def main(arguments: list[str] | None = None) -> int:
         estimate(options)
         return 0
     if options.again:
-        return again(options)
-    print(f"{queue(options)} runs done", flush=True)
+        return repeat(options)
+    print(f"number of runs made: {queue(options)}", flush=True)
     return 0
 
 

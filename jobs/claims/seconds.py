@@ -34,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import parts  # noqa: E402
-from designs import JOB, SEEDS, until  # noqa: E402
+from designs import JOB, SEEDS, steps_to_goal  # noqa: E402
 from speed import EXPONENTIAL  # noqa: E402
 from speed import JOB as RESNET  # noqa: E402
 
@@ -52,7 +52,7 @@ TIMES = 5.0
 BELOW = 0.005
 """Fraction of slow steps; factor by which they take longer; difference between the final accuracy
 of parallel SGD and the goal."""
-(CELL,) = until()
+(CELL,) = steps_to_goal()
 WARM = 44
 Line = dict[str, Any]
 
@@ -61,7 +61,11 @@ class Hidden(Timing):
     """Timing in which an exchange overlaps with the whole computation of a step."""
 
     def hidden(self, wire, sums):
-        """Return the seconds of an exchange that overlap with computation, at most all of it."""
+        """Return the seconds of an exchange that overlap with the computation of its step.
+
+        :param wire: seconds in which messages are sent
+        :param sums: seconds in which messages are summed
+        """
         return np.minimum(wire + sums, self.machine.compute_s)
 
 
@@ -100,27 +104,27 @@ def exchanges(method: str, n: int, total: int) -> Exchanges:
     return Exchanges(make_parts(job, make_graph(job, n), resnet(), total=total))
 
 
-def ends(
+def end_times(
     method: str,
-    met: Sequence[int],
+    exchange_steps: Sequence[int],
     steps: int,
     n: int,
     on: Machine,
     seed: int,
-    until: float = math.inf,
+    last: float = math.inf,
     overlap: bool = True,
 ) -> list[float]:
     """Return the time, in seconds, at which the slowest node ends each step.
 
     :param method: label of the method
-    :param met: steps with an exchange
+    :param exchange_steps: numbers of the steps with an exchange
     :param steps: number of steps of the training
     :param n: number of nodes
     :param on: the nodes and their link
     :param seed: seed of the slow steps
-    :param until: number of the step after which no more times are computed
-    :param overlap: hide the exchanges of parallel and of DiLoCo's warm start; otherwise only
-        messages that are sent ahead are hidden
+    :param last: number of steps whose times are returned, at most ``steps``
+    :param overlap: whether exchanges of parallel SGD and of DiLoCo's warm start overlap with
+        computation; if false, only messages that are sent ahead do
     """
     costs = exchanges(method, n, steps)
     plain = Clock(Timing(costs, on, ddp=overlap))
@@ -128,11 +132,11 @@ def ends(
     overlapped = steps if method == "parallel" else WARM if method == "DiLoCo warm" else 0
     overlapped = overlapped * overlap
     times = []
-    exchanging = {*met}
+    exchanging = {*exchange_steps}
     t = 0
     gossip = ExchangeKind.GOSSIP in costs.parts.cadence.kinds
     draws = parts.paces(n, seed, SLOW, TIMES)
-    for step, pace in zip(range(int(min(steps, until))), draws, strict=False):
+    for step, pace in zip(range(int(min(steps, last))), draws, strict=False):
         kind = (
             ExchangeKind.LOCAL
             if step not in exchanging
@@ -148,7 +152,7 @@ def ends(
     return times
 
 
-def reached(line: Line, goal: float) -> float:
+def steps_to_accuracy(line: Line, goal: float) -> float:
     """Return the number of steps until a run reaches the accuracy ``goal``; inf if it does not."""
     return next((t for t, accuracy in line["curve"] if accuracy >= goal), math.inf)
 
@@ -164,10 +168,14 @@ def goal_of(runs: dict[str, dict[int, Line]]) -> float:
     return float(np.mean([x["figures"]["accuracy"] for x in runs["parallel"].values()])) - BELOW
 
 
-def measured(lines: Sequence[Line], links=LINKS) -> list[dict[str, Any]]:
-    """Return a row for each link and method: steps, seconds and speed-up over parallel SGD.
+def compare(lines: Sequence[Line], links=LINKS) -> list[dict[str, Any]]:
+    """Return a row for each link and method: steps, seconds and speed-ups over parallel SGD.
 
-    Steps, seconds and speed-ups are lists with one value per seed.
+    "steps" and "seconds" have one value per seed, inf if the run does not reach the goal. "gains",
+    the speed-ups, has no values for such seeds.
+
+    :param lines: all stored runs
+    :param links: pairs of bandwidth in Gbit/s and latency in seconds
     """
     runs = finals(lines)
     goal = goal_of(runs)
@@ -180,9 +188,11 @@ def measured(lines: Sequence[Line], links=LINKS) -> list[dict[str, Any]]:
             steps = {}
             for seed in SEEDS:
                 line = by_seed[seed]
-                steps[seed] = reached(line, goal)
+                steps[seed] = steps_to_accuracy(line, goal)
                 last = line["curve"][-1][0]
-                times = ends(method, line["exchanges"], last, CELL.nodes, on, seed, steps[seed])
+                times = end_times(
+                    method, line["exchanges"], last, CELL.nodes, on, seed, steps[seed]
+                )
                 seconds[seed] = times[int(steps[seed]) - 1] if steps[seed] <= last else math.inf
             if method == "parallel":
                 base = seconds
@@ -201,7 +211,7 @@ def measured(lines: Sequence[Line], links=LINKS) -> list[dict[str, Any]]:
     return rows
 
 
-def paper(n: int = 32, steps: int = 300) -> str:
+def paper_speed_ups(n: int = 32, steps: int = 300) -> str:
     """Return the speed-ups of a step over parallel SGD as text, for comparison with the paper.
 
     The link has 25 Gbit/s and a latency of 50 µs.
@@ -209,7 +219,7 @@ def paper(n: int = 32, steps: int = 300) -> str:
     on = machine(25, 50e-6)
     every = range(steps)
     last = {
-        m: np.mean([ends(m, every, steps, n, on, s)[-1] for s in SEEDS])
+        m: np.mean([end_times(m, every, steps, n, on, s)[-1] for s in SEEDS])
         for m in ("parallel", "dsgd ahead", "dmsgd")
     }
     return ", ".join(f"{m} {last['parallel'] / t:.2f} x" for m, t in last.items())
@@ -252,7 +262,7 @@ def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table, and draw it."""
+    """Print the seconds of each method on each link, and draw them if --figure is given."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -260,13 +270,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--figure", type=Path, help="file of the figure")
     options = parser.parse_args(arguments)
     lines = list(map(json.loads, options.runs.read_text("utf-8").splitlines()))
-    results = measured(lines)
+    results = compare(lines)
     for row in results:
         print(
             f"{row['gbit']:4} Gbit/s {1e3 * row['latency']:g} ms {row['method']:12} "
             f"{np.mean(row['seconds']):8.0f} s {np.median(row['steps']):5g} steps"
         )
-    print(f"A step at 32 nodes, 25 Gbit/s, 50 µs, equal steps: {paper()}. Published: 1.47 x.")
+    print(
+        f"A step at 32 nodes, 25 Gbit/s, 50 µs, equal steps: {paper_speed_ups()}. "
+        "Published: 1.47 x."
+    )
     if options.figure:
         draw(results, options.figure)
     return 0

@@ -30,7 +30,9 @@ FRAMES = 1514 / 1448
 NODES = seconds.CELL.nodes
 
 
-def took(link: Link, steps: int, vectors: int, ahead: bool, shared: bool, admit: bool) -> float:
+def simulated_seconds(
+    link: Link, steps: int, vectors: int, ahead: bool, shared: bool, admit: bool
+) -> float:
     """Return the seconds of ``steps`` steps on the one-peer graph.
 
     A step of a node ends when the node has computed, sent and received. As with MPI windows, a node
@@ -38,7 +40,7 @@ def took(link: Link, steps: int, vectors: int, ahead: bool, shared: bool, admit:
 
     :param link: the link
     :param steps: number of steps
-    :param vectors: messages per step, each of the size of ResNet-50
+    :param vectors: number of vectors in the message of a step, each of the size of ResNet-50
     :param ahead: whether a node sends at the beginning of a step; otherwise after its computation
     :param shared: whether messages share the receiver's link
     :param admit: whether a receiver admits a message only after the message of the previous round
@@ -96,7 +98,8 @@ def main() -> int:
         (run,) = [x for x in runs if (x["gbit"], x["method"]) == (link.gbit, method)]
         kinds = {"alone": (False, False), "shared": (True, False), "admitted": (True, True)}
         flows = {
-            name: took(link, run["steps"], vectors, ahead, *kind) for name, kind in kinds.items()
+            name: simulated_seconds(link, run["steps"], vectors, ahead, *kind)
+            for name, kind in kinds.items()
         }
         times = ", ".join(f"{name} {value:.0f} s" for name, value in flows.items())
         print(

@@ -91,7 +91,7 @@ def speed_up(link: str, compute_s: float, jitter: float = EXPONENTIAL.jitter) ->
 
     :param link: key of `LINKS`
     :param compute_s: seconds of computation in a step
-    :param jitter: standard deviation of these seconds, as a fraction
+    :param jitter: standard deviation of these seconds, as a fraction of them
     """
     what = protocol(
         "algorithm.name=adpsgd", "cadence.name=adpsgd", "graph.name=complete", "node.devices=cuda:0"
@@ -115,9 +115,11 @@ def speed_up(link: str, compute_s: float, jitter: float = EXPONENTIAL.jitter) ->
 
 
 def compute_for(claimed: float) -> float:
-    """Return the seconds of computation with which the speed-up at 10 Gbit/s is ``claimed``.
+    """Return the seconds of computation per step that give a certain speed-up at 10 Gbit/s.
 
     Shorter computations give larger speed-ups, so bisection finds the value.
+
+    :param claimed: speed-up of ADPSGD over all-reduce
     """
     low = 0.02
     high = 0.2

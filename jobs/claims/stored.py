@@ -19,34 +19,40 @@ def read(path: Path) -> list[Line]:
 
 
 def faults(runs: Sequence[Line]) -> list[str]:
-    """Describe each contradiction between stored runs, such as a run with two different names."""
+    """Describe each contradiction between stored runs, such as a run that is stored twice.
+
+    :param runs: all stored runs
+    :return: one sentence for each contradiction
+    """
     designs = {(c.study, c.nodes, key(c.labels)): c for make in STUDIES.values() for c in make()}
     problems = list[str]()
     seen = dict[str, Line]()
     for line in runs:
-        name = called(line)
+        name = describe(line)
         cell = designs.get((line["study"], line["nodes"], key(line["cell"])))
         if (line["seed"] == SEARCH) != (line["level"] == "search"):
             problems.append(
-                f"{name}: the search's seed is reported, or a search used a reported seed"
+                f"{name}: the seed {SEARCH} belongs to the level search, and to no other level"
             )
         if cell is not None:
             method = cell.methods.get(line["method"], "?").split()
             if not {*method, f"run.seed={line['seed']}", f"schedule.lr={line['lr']!r}"} <= {
                 *line["settings"]
             }:
-                problems.append(f"{name}: the settings belong to another run")
+                problems.append(
+                    f"{name}: the settings lack the method, the seed or the learning rate"
+                )
         marks = [name, *([line["digest"]] if line.get("digest") else [])]
         for mark in marks:
             other = seen.setdefault(mark, line)
             if other is not line:
-                problems.append(f"{name}: the same run is also stored as {called(other)}")
+                problems.append(f"{name}: the same run is also stored as {describe(other)}")
     figures: dict[str, Line] = {}
     for line in runs:
         if line["figures"] and line["figures"].get("loss") is not None:
             other = figures.setdefault(str(line["figures"]["loss"]) + str(line["nodes"]), line)
             if other is not line and other["figures"]["accuracy"] == line["figures"]["accuracy"]:
-                problems.append(f"{called(line)}: the metrics equal those from {called(other)}")
+                problems.append(f"{describe(line)}: the metrics equal those from {describe(other)}")
     return problems
 
 
@@ -78,7 +84,7 @@ def key(labels: dict[str, str]) -> str:
     return json.dumps(labels, sort_keys=True)
 
 
-def called(line: Line) -> str:
+def describe(line: Line) -> str:
     """Describe a stored run: study, nodes, labels, method, level, learning rate and seed."""
     cell = ", ".join(f"{k} {v}" for k, v in line["cell"].items())
     return (

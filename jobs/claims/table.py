@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The last column of the row."""
+        """Text of the row's last column."""
         if not self.judged:
             return "not run" if self.measured.startswith("not run") else "as measured"
         return VERDICTS[self.holds]
@@ -49,7 +49,7 @@ def verdicts(page: str) -> dict[str, str]:
 
 
 def markdown(rows: Sequence[Row], before: Mapping[str, str]) -> str:
-    """Return the tables in Markdown; changed verdicts of the first table are marked.
+    """Return the tables in Markdown; changed verdicts of the first table have the former one added.
 
     :param rows: all rows
     :param before: earlier verdicts by claim
@@ -87,7 +87,7 @@ def format_rows(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def origin() -> str:
-    """Return the date, the commit and the machine of a measurement as text, for a page."""
+    """Return a text for a page: today's date, the commit, versions, and the cores of this host."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
     machine = environment()

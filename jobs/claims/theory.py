@@ -85,9 +85,13 @@ def models(
 
 
 def minima(n: int, data: str, width: int = 1) -> torch.Tensor:
-    """Return the minima b_i as an array (n, width).
+    """Return the minima b_i as an array (n, width), or (n, WIDTH) for the data "noise".
 
-    Each column has the mean 0 and the mean square 1 over nodes, or is 0 for the data "noise".
+    Each column has the mean 0 and the mean square 1 over nodes. For "noise", all values are 0.
+
+    :param n: number of nodes
+    :param data: "noise", "random" or "smooth"
+    :param width: number of coordinates of each minimum
     """
     random = np.random.default_rng(SEED)
     if data == "noise":
@@ -147,27 +151,30 @@ def measured(gossip_graph: Graph, data: str, lr: float) -> float:
     return total / window
 
 
-def parallels(n: int, lr: float) -> float:
+def parallel_error(n: int, lr: float) -> float:
     """Return the stationary mean square error of parallel SGD per coordinate."""
     return lr / (2 - lr) / n
 
 
-def meets(
+def rate_of_equal_errors(
     excess: Callable[[Graph, str, float], float], gossip_graph: Graph, data: str, lr: float
 ) -> float:
-    """Return the learning rate at which the excess error equals the error of parallel SGD.
+    """Return the learning rate γ* at which the excess error equals the error of parallel SGD.
 
-    The secant method on logarithms determines this rate. The result is NaN if the excess is smaller
-    at every rate up to LARGEST, so that there are no transient iterations.
+    The excess error of D-PSGD is E (x_i − x̄)². The secant method on logarithms finds the rate. The
+    result is NaN if the excess is below the error of parallel SGD even at the rate LARGEST: there
+    are then no transient iterations.
 
-    :param excess: :func:`expected` or :func:`measured`
+    :param excess: function that returns the excess error, :func:`expected` or :func:`measured`
     :param gossip_graph: the graph
     :param data: "noise", "random" or "smooth"
     :param lr: learning rate at which the search begins
     """
 
     def above(rate: float) -> float:
-        return float(np.log(excess(gossip_graph, data, rate) / parallels(gossip_graph.n, rate)))
+        return float(
+            np.log(excess(gossip_graph, data, rate) / parallel_error(gossip_graph.n, rate))
+        )
 
     if above(LARGEST) < 0:
         return float("nan")
@@ -187,7 +194,7 @@ def meets(
 def transients(out: Callable[[str], None]) -> None:
     """Write tables of T*, the number of transient iterations, for four graphs of four sizes.
 
-    They also contain the slope of T* over the size, and the value in the paper.
+    They also contain the slope of log T* over log n, and the order of T* in the paper.
 
     :param out: function that writes a text
     """
@@ -201,9 +208,11 @@ def transients(out: Callable[[str], None]) -> None:
             cells = []
             for n in SIZES:
                 gossip_graph = graph(name, n)
-                by_formula = meets(expected, gossip_graph, data, 0.1 / n)
+                by_formula = rate_of_equal_errors(expected, gossip_graph, data, 0.1 / n)
                 start = by_formula if np.isfinite(by_formula) else 0.1 / n
-                iterations.append(n / meets(measured, gossip_graph, data, start) ** 2)
+                iterations.append(
+                    n / rate_of_equal_errors(measured, gossip_graph, data, start) ** 2
+                )
                 cells.append(
                     f"{iterations[-1]:.3g}, {n / by_formula**2:.3g}".replace("nan", "none")
                 )
@@ -283,7 +292,7 @@ def choco(out: Callable[[str], None]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print and write."""
+    """Measure all tables, print them, and write them to the file --out; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

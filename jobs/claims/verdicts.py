@@ -1,12 +1,12 @@
 """Recompute every verdict on training in RESULTS.md from the stored runs and intervals.
 
-    python jobs/claims/verdicts.py            # print them, and compare with the page
-    python jobs/claims/verdicts.py --write    # put them into the page
+    python jobs/claims/verdicts.py            # print the verdicts, and compare them with the page
+    python jobs/claims/verdicts.py --write    # write the verdicts into the page
 
-`runs.jsonl` has one line per run. Of nine older studies, only the intervals of differences are
-stored, in `intervals.jsonl`. A difference between two methods is judged by Student's t-test over
-runs with equal seeds, and Holm's procedure limits the probability of any wrong verdict in a table
-to 5 %.
+`runs.jsonl` has one line per run. For nine older studies, `intervals.jsonl` has the intervals of
+differences, because their runs are not stored. A difference between two methods is judged by
+Student's t-test over runs with equal seeds, and Holm's procedure limits the probability of any
+wrong verdict in a table to 5 %.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def gain_page(rows: Sequence[Line]) -> str:
             if verdict is None:
                 cells.append(f"{len(by_method[m]['gains'])} of {len(SEEDS)} are there")
                 continue
-            word = {True: "faster", False: "slower", None: "?"}[verdict.alone]
-            if verdict.alone is not None and verdict.adjusted > LEVEL:
+            word = {True: "faster", False: "slower", None: "?"}[verdict.holds]
+            if verdict.holds is not None and verdict.adjusted > LEVEL:
                 word += " alone"
             cells.append(f"{format_interval(of_values(by_method[m]['gains']))} {word}")
         lines.append("| " + " | ".join(cells) + " |")
@@ -164,27 +164,32 @@ def links_page(rows: Sequence[Line]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def timed(runs: Sequence[Line]) -> list[Line]:
-    """Return the rows of the table of seconds on the virtual clock; [] if runs are missing."""
+def time_rows(runs: Sequence[Line]) -> list[Line]:
+    """Return the rows of the table of seconds on the virtual clock.
+
+    The result is empty unless the runs of all methods with all seeds are stored.
+    """
     complete = all(len(by_seed) == len(SEEDS) for by_seed in seconds.finals(runs).values())
-    return seconds.measured(runs) if complete else []
+    return seconds.compare(runs) if complete else []
 
 
 # -- the page ----------------------------------------------------------------------------------
 
 
 class Evaluation(NamedTuple):
-    """Results that follow from the stored files."""
+    """Results that follow from the stored runs and intervals."""
 
     verdicts: dict[str, list[Verdict]]
+    """Verdicts by the name of their table."""
     pages: dict[str, str]
+    """Texts in Markdown that replace tables in RESULTS.md, by the name of the table."""
 
 
 def evaluate(runs: Sequence[Line]) -> Evaluation:
     """Return the verdicts of all tables, and the text of the tables that are replaced."""
     lines = read(INTERVALS)
     slopes = optimal.slopes_of([run for run in runs if run["study"] == "optimal"])
-    gains = timed(runs)
+    gains = time_rows(runs)
     verdicts = {table: published(table, lines) for table in HEADINGS}
     verdicts |= {
         "gap": gap.verdicts(gap.gaps(runs)),
@@ -238,7 +243,10 @@ def rewritten(page: str, evaluation: Evaluation) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print, write or compare; return 1 if runs contradict each other or the page differs."""
+    """Print the verdicts, and compare them with RESULTS.md or write them into it.
+
+    :return: exit code, which is 1 if stored runs contradict each other, or if the page differs
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -250,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
     problems = faults(runs)
     print("\n".join(problems), end="\n" * bool(problems))
     for table, rows in evaluation.verdicts.items():
-        lost = sum(row.alone is not None and row.adjusted > LEVEL for row in rows)
+        lost = sum(row.holds is not None and row.adjusted > LEVEL for row in rows)
         print(f"{table}: {len(rows)} verdicts, {lost} of them lost by Holm's procedure")
         for row in rows:
             print(f"  {row.words:<42} p {row.p:<8.2g} Holm {row.adjusted:<8.2g} {row.claim}")
@@ -259,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
         PAGE.write_text(text, encoding="utf-8")
     elif text != page:
         problems.append("page")
-        print("RESULTS.md differs from these verdicts; use --write to update it")
+        print(f"{PAGE} differs from these verdicts: update it with --write")
     return int(bool(problems))
 
 

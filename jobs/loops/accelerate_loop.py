@@ -28,7 +28,7 @@ RATE = 3e-3
 
 
 def points(count=240):
-    """Return points of the plane, each labelled by the spiral arm (of three) on which it lies."""
+    """Return a data set of points (2,) of the plane; the label is the spiral arm, 0 to 2."""
     draw = torch.Generator().manual_seed(1)
     arm = torch.randint(3, (count,), generator=draw)
     far = torch.rand(count, generator=draw)

@@ -35,7 +35,7 @@ class Block(nn.Module):
     """Causal attention and a network of two layers, both with a residual connection."""
 
     def __init__(self):
-        """Create the layers with the sizes above."""
+        """Create the layers with the widths WIDTH and 4 · WIDTH."""
         super().__init__()
         self.before = nn.LayerNorm(WIDTH)
         self.between = nn.LayerNorm(WIDTH)
@@ -45,7 +45,7 @@ class Block(nn.Module):
         self.narrow = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
-        """Map (batch, time, width) to the same shape."""
+        """Return the outputs of the block, of the same shape (batch, time, WIDTH) as ``x``."""
         b, t, _ = x.shape
         parts = self.attend(self.before(x)).split(WIDTH, dim=2)
         q, k, v = (part.view(b, t, HEADS, -1).transpose(1, 2) for part in parts)
@@ -61,7 +61,7 @@ class GPT(nn.Module):
     """
 
     def __init__(self):
-        """Create the layers with the sizes above."""
+        """Create the embeddings, LAYERS blocks and the output layer."""
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Embedding(CONTEXT, WIDTH)
@@ -72,7 +72,11 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, inputs, targets):
-        """Return the mean loss."""
+        """Return the mean cross-entropy in nats.
+
+        :param inputs: tokens (batch, time)
+        :param targets: the next token at each position, (batch, time)
+        """
         positions = torch.arange(inputs.shape[1], device=inputs.device)
         x = self.tokens(inputs) + self.positions(positions)
         logits = self.head(self.norm(self.blocks(x)))
@@ -80,22 +84,30 @@ class GPT(nn.Module):
 
 
 def get_batch(data, draw):
-    """Return inputs and targets (batch, time) from random positions of the text."""
+    """Return inputs and targets (BATCH, CONTEXT) from random positions of the text.
+
+    :param data: tokens of the text, (length,)
+    :param draw: generator of the positions
+    """
     starts = torch.randint(len(data) - CONTEXT - 1, (BATCH,), generator=draw).tolist()
     rows = torch.stack([data[i : i + CONTEXT + 1] for i in starts])
     return rows[:, :-1], rows[:, 1:]
 
 
 def get_lr(step, steps):
-    """Return the learning rate: a linear warm-up, then a cosine down to a tenth."""
+    """Return the learning rate of a step: it rises linearly to RATE, then falls to a tenth of it.
+
+    :param step: number of the step, from 0
+    :param steps: number of steps of the training
+    """
     if step < WARMUP:
         return RATE * (step + 1) / WARMUP
-    done = (step - WARMUP) / max(steps - WARMUP, 1)
-    return RATE * (0.55 + 0.45 * math.cos(math.pi * min(done, 1)))
+    fraction = (step - WARMUP) / max(steps - WARMUP, 1)
+    return RATE * (0.55 + 0.45 * math.cos(math.pi * min(fraction, 1)))
 
 
 def configure(model):
-    """Return AdamW without weight decay on biases and norms."""
+    """Return AdamW for the model, without weight decay on biases and norms."""
     wide = [p for p in model.parameters() if p.dim() >= 2]
     narrow = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}]
@@ -103,7 +115,10 @@ def configure(model):
 
 
 def train_step(model, optimizer, data, draw, lr):
-    """Make one update; return the mean loss of its batches."""
+    """Update the model by the gradients of ACCUMULATE batches; return the mean of their losses.
+
+    :param lr: learning rate of this step
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
     total = 0.0

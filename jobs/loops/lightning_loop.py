@@ -29,7 +29,7 @@ RATE = 3e-3
 
 
 def points(count=240):
-    """Return points of the plane, each labelled by the spiral arm (of three) on which it lies."""
+    """Return a data set of points (2,) of the plane; the label is the spiral arm, 0 to 2."""
     draw = torch.Generator().manual_seed(1)
     arm = torch.randint(3, (count,), generator=draw)
     far = torch.rand(count, generator=draw)
@@ -41,7 +41,12 @@ class Arms(lightning.LightningModule):
     """Classifier that predicts the arm on which a point lies."""
 
     def __init__(self, world, options):
-        """Create the layers; the learning rate falls to 0 within ``options.passes`` epochs."""
+        """Create the layers.
+
+        :param world: the ranks that train
+        :param options: options of the command line; the learning rate falls to 0 within
+            ``options.passes`` epochs
+        """
         super().__init__()
         self.world = world
         self.passes = options.passes

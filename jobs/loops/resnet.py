@@ -38,23 +38,25 @@ class Block(nn.Module):
         self.shortcut = nn.Conv2d(before, after, 1, stride) if stride > 1 else nn.Identity()
 
     def forward(self, x):
-        """Map (batch, before, h, w) to (batch, after, h / stride, w / stride)."""
+        """Return the outputs (batch, after, h / stride, w / stride) of (batch, before, h, w)."""
         y = F.relu(self.norms[0](self.first(x)))
         return F.relu(self.norms[1](self.second(y)) + self.shortcut(x))
 
 
 def resnet():
-    """Build the model that maps images (batch, 1, side, side) to logits."""
+    """Build the model that maps images (batch, 1, SIDE, SIDE) to logits (batch, CLASSES)."""
     stem = [nn.Conv2d(1, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
     pool = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, CLASSES)]
     return nn.Sequential(*stem, Block(8, 8), Block(8, 16, 2), *pool)
 
 
 def pictures(count, draw, kinds):
-    """Return noisy images of waves, and their classes.
+    """Return noisy images of waves (count, 1, SIDE, SIDE), and their classes (count,).
 
     The direction, the brightness and the contrast of the waves depend on the class.
 
+    :param count: number of images
+    :param draw: generator of the random numbers
     :param kinds: classes to draw from with equal probability; a class may occur several times
     """
     kind = kinds[torch.randint(len(kinds), (count,), generator=draw)]
@@ -82,7 +84,7 @@ def accuracy(model, images, kinds):
 
 
 def main():
-    """Train, then test four models on each rank."""
+    """Train, then print on each rank the accuracies of its own and the averaged model and EMA."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()

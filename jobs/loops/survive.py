@@ -30,14 +30,14 @@ class Loader:
         self.size = size
 
     def batch(self, step):
-        """Return the inputs and targets of a step."""
+        """Return the inputs (32, 32) and targets (32, 1) of a step."""
         draw = torch.Generator().manual_seed(self.size * step + self.rank)
         inputs = torch.randn(32, 32, generator=draw)
         return inputs, inputs.sum(1, keepdim=True) / 4
 
 
 def main():
-    """Train, then print the loss and the digest of each node."""
+    """Train, then print the loss of the last batch and the digest of each node's parameters."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--evaluate-every", type=int, default=50)

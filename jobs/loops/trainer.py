@@ -24,8 +24,8 @@ ACCUMULATE = 2
 RATE = 3e-3
 
 
-def pieces(text):
-    """Split the text into rows of CONTEXT bytes, in the form that the model requires."""
+def samples_of(text):
+    """Return the samples of a file: each has CONTEXT bytes, as inputs and labels of the model."""
     data = torch.tensor(list(Path(text).read_bytes()))
     rows = data[: len(data) // CONTEXT * CONTEXT].view(-1, CONTEXT)
     return [{"input_ids": row, "labels": row} for row in rows]
@@ -33,7 +33,7 @@ def pieces(text):
 
 def train(world, options):
     """Train from the first step, or from a checkpoint, to the last step."""
-    data = pieces(options.text)
+    data = samples_of(options.text)
     data = data[world.rank :: world.size]  # <-
     out = options.out / f"node-{world.rank}"  # <-
     config = transformers.GPT2Config(

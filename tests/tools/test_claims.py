@@ -91,7 +91,7 @@ def test_protocols_are_studies_that_fit_in_six_hours(capsys):
     ],
 )
 def test_a_verdict_needs_an_interval_on_one_side(apart, how, verdict):
-    assert judge("", [of_values(apart)], **how).alone is verdict
+    assert judge("", [of_values(apart)], **how).holds is verdict
 
 
 def test_the_page_says_what_follows_from_the_stored_runs(capsys):
@@ -136,7 +136,7 @@ def test_verdicts_are_those_of_the_intervals_before_holm():
             beyond = low > alike or high < -alike
             wanted = True if -alike <= low and high <= alike else False if beyond else None
         found = judge("", [verdicts.of_interval(line)], by or 0.0, alike)
-        assert found.alone is wanted, line
+        assert found.holds is wanted, line
 
 
 def test_holm_keeps_the_smallest_and_loses_what_is_not_far_below():
@@ -230,10 +230,11 @@ def test_on_a_link_that_costs_nothing_nobody_is_faster(monkeypatch):
     monkeypatch.setattr(seconds, "SLOW", 0.0)
     on = dataclasses.replace(seconds.machine(1e9, 0.0), combine_rate=1e30)
     took = {
-        method: seconds.ends(method, range(20), 20, 4, on, 1)[-1] for method in seconds.CELL.methods
+        method: seconds.end_times(method, range(20), 20, 4, on, 1)[-1]
+        for method in seconds.CELL.methods
     }
     assert took == pytest.approx(dict.fromkeys(took, 20 * on.compute_s), rel=1e-6)
-    slow = seconds.ends("parallel", range(20), 20, 4, seconds.machine(1, 0.0), 1)
+    slow = seconds.end_times("parallel", range(20), 20, 4, seconds.machine(1, 0.0), 1)
     assert slow[-1] > 1.05 * took["parallel"]
 
 
@@ -257,19 +258,21 @@ def test_ranks_compute_as_long_as_the_clock_says(monkeypatch):
     nodes = np.reshape(slept, (4, 20))
     assert 1 < nodes.max() / nodes.min() == pytest.approx(seconds.TIMES)
     monkeypatch.setattr(seconds, "SLOW", 0.3)
-    took = seconds.ends("parallel", range(20), 20, 4, on, 1, overlap=False)
+    took = seconds.end_times("parallel", range(20), 20, 4, on, 1, overlap=False)
     assert took == pytest.approx(nodes.max(0).cumsum(), rel=1e-6)
 
 
 def test_readers_links_are_shared_where_nodes_are_out_of_step(monkeypatch):
     link = sharing.CELLS[0]
-    slow = [sharing.took(link, 30, 2, False, *kind) for kind in ((0, 0), (1, 0), (1, 1))]
+    slow = [
+        sharing.simulated_seconds(link, 30, 2, False, *kind) for kind in ((0, 0), (1, 0), (1, 1))
+    ]
     assert slow[1] > 1.1 * slow[2]
     assert slow[2] == pytest.approx(slow[0], rel=0.05)
     monkeypatch.setattr(seconds, "SLOW", 0.0)
     size = 4 * seconds.resnet().count * 2 * link.scale * sharing.FRAMES
     each = seconds.EXPONENTIAL.compute_s + size / (link.megabits * 1e6 / 8)
-    assert sharing.took(link, 10, 2, False, True, False) == pytest.approx(10 * each)
+    assert sharing.simulated_seconds(link, 10, 2, False, True, False) == pytest.approx(10 * each)
 
 
 def test_a_queue_goes_on_where_it_was(tmp_path):
@@ -280,7 +283,7 @@ def test_a_queue_goes_on_where_it_was(tmp_path):
     done: list[dict] = []
     while missing := [
         line
-        for line in run_queue.wanted(cell, done)
+        for line in run_queue.wanted_runs(cell, done)
         if run_queue.identity(line) not in {*map(run_queue.identity, done)}
     ]:
         target = {"a": 2.1, "b": 8.0}[missing[0]["method"]]

@@ -48,7 +48,7 @@ def done():
             continue
         known = {*map(run_queue.identity, runs)}
         while missing := [
-            one for one in run_queue.wanted(cell, runs) if run_queue.identity(one) not in known
+            one for one in run_queue.wanted_runs(cell, runs) if run_queue.identity(one) not in known
         ]:
             line = missing[0] | {"settings": run_queue.settings(cell, missing[0])}
             runs.append(line | {"figures": fake(line, len(runs)), "digest": str(len(runs))})

@@ -37,8 +37,8 @@ def test_a_row_is_rehearsed_on_the_double_and_stands_in_a_file(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "out/GPU_RESULTS.json").read_text())
     (row,) = result["rows"]
-    assert "the double of a GPU" in result["device"]
-    assert row["good"] and row["measured"].startswith("the same bits"), row
+    assert "emulated GPU" in result["device"]
+    assert row["good"] and row["measured"].startswith("all sums are bitwise identical"), row
 
 
 @pytest.fixture
@@ -55,14 +55,14 @@ def replaced(tool, monkeypatch, **ways):
     :param ways: value or exception of each check, by its name
     """
 
-    def measured(check, place, seconds):
+    def run_check(check, place, seconds):
         result = ways[check.title]
         if isinstance(result, BaseException):
             raise result
         return result
 
     checks = [tool.Check(name, "a limit", 9, name) for name in ways]
-    monkeypatch.setattr(tool, "measured", measured)
+    monkeypatch.setattr(tool, "run_check", run_check)
     monkeypatch.setattr(tool, "CHECKS", checks)
     return checks
 
@@ -73,7 +73,7 @@ def test_each_row_stands_beside_its_limit_and_what_did_not_run_says_why(tool, mo
     checks = replaced(tool, monkeypatch, one=("93%", True), two=late, three=broken, four=("", True))
     checks[3] = checks[3]._replace(gpus=2)
     rows = []
-    tool.all_rows(tool.Place("cpu", False), rows, time.monotonic() + 100, checks)
+    tool.run_checks(tool.Place("cpu", False), rows, time.monotonic() + 100, checks)
     assert [row.good for row in rows] == [True, None, False, None]
     text = tool.table(rows, "a device")
     assert text.splitlines()[0].endswith(", a device")
@@ -82,7 +82,7 @@ def test_each_row_stands_beside_its_limit_and_what_did_not_run_says_why(tool, mo
     assert "| three | failed: ValueError: a wrong / shape | a limit | NO |" in text
     assert "not run: needs 2 GPUs or more" in text
     late = []
-    tool.all_rows(tool.Place("cpu", True), late, time.monotonic() + 5, checks)
+    tool.run_checks(tool.Place("cpu", True), late, time.monotonic() + 5, checks)
     assert all("time limit" in row.measured for row in late)
 
 
@@ -96,7 +96,7 @@ time.sleep(60)
 
 def test_a_measurement_that_hangs_is_ended_with_its_children(tool, capsys):
     with pytest.raises(tool.NotRun, match="2 s were not enough"):
-        tool.finished([sys.executable, "-c", LEAVES], 2)
+        tool.run_command([sys.executable, "-c", LEAVES], 2)
     child = int(capsys.readouterr().out.split()[0])  # what it said so far is shown
     launch.until(lambda: not _lives(child), 20, "the end of a child that was left running")
 

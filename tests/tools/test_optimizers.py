@@ -59,7 +59,7 @@ def all_runs(falsely):
     for cell in [cell for name in optimizers.NAMES for cell in designs.STUDIES[name]()]:
         while missing := [
             line
-            for line in run_queue.wanted(cell, done)
+            for line in run_queue.wanted_runs(cell, done)
             if run_queue.identity(line) not in {*map(run_queue.identity, done)}
         ]:
             for line in missing:

@@ -1,4 +1,4 @@
-"""jobs/claims/parity.py and the search of `designs.parity`: DiLoCo at parity, searched graphs."""
+"""jobs/claims/parity.py and the search of `designs.diloco_runs`: DiLoCo and searched graphs."""
 
 import sys
 from pathlib import Path
@@ -82,7 +82,7 @@ def searched(request):
     for cell in [cell for cell in designs.diloco() if cell.labels["model"] == MODEL]:
         while missing := [
             one
-            for one in run_queue.wanted(cell, done)
+            for one in run_queue.wanted_runs(cell, done)
             if run_queue.identity(one) not in {*map(run_queue.identity, done)}
         ]:
             line = missing[0]
@@ -98,14 +98,19 @@ def searched(request):
 
 def test_the_search_takes_the_fewest_bytes_within_one_percent(searched):
     """A start after 10 % is too early, so the result is 20 %, H = 32 and the better outer rate."""
-    result = designs.chosen(MODEL, searched)
-    assert result == designs.Chosen(
+    result = designs.search_result(MODEL, searched)
+    assert result == designs.SearchResult(
         0.006, "H = 32 after 20 %, outer 0.7", 0.006, period=32, start=20
     )
     assert len(searched) <= 45 and stored.faults(searched) == []
-    assert designs.chosen(MODEL, [r for r in searched if "outer 0.4" not in r["method"]]) is None
+    assert (
+        designs.search_result(MODEL, [r for r in searched if "outer 0.4" not in r["method"]])
+        is None
+    )
     if not designs.SHORT:
-        assert designs.chosen(MODEL, [r for r in searched if "30 %" not in r["method"]]) is None
+        assert (
+            designs.search_result(MODEL, [r for r in searched if "30 %" not in r["method"]]) is None
+        )
     assert designs.vectors(32, 20, 640) == pytest.approx(0.2 + 0.8 / 32)
     seeds = [r["seed"] for r in searched if r["level"] != "search"]
     assert sorted(set(seeds)) == [1, 2, 3, 4, 5] and seeds.count(1) == 5

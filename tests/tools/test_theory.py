@@ -44,7 +44,7 @@ def test_the_mean_of_the_nodes_is_parallel_sgd():
     run = theory.models(graph("ring", n), "dsgd", {}, b, lr, 1.0)
     for t, x in zip(range(460), run, strict=False):
         square += float(x.mean(0).square().mean()) * (t >= 60) / 400
-    assert square == pytest.approx(theory.parallels(n, lr), rel=0.05)
+    assert square == pytest.approx(theory.parallel_error(n, lr), rel=0.05)
 
 
 @on_each("data", theory.DATA)
@@ -61,10 +61,10 @@ def test_the_rate_at_which_the_excess_is_parallels_error(power, at):
     made = graph("ring", 8)
 
     def excess(made, data, lr):
-        return theory.parallels(made.n, lr) * (lr / at) ** power
+        return theory.parallel_error(made.n, lr) * (lr / at) ** power
 
-    assert theory.meets(excess, made, "noise", 0.1) == pytest.approx(at, rel=0.01)
-    assert np.isnan(theory.meets(lambda made, data, lr: 1e-9, made, "noise", 0.1))
+    assert theory.rate_of_equal_errors(excess, made, "noise", 0.1) == pytest.approx(at, rel=0.01)
+    assert np.isnan(theory.rate_of_equal_errors(lambda made, data, lr: 1e-9, made, "noise", 0.1))
 
 
 @pytest.mark.every
@@ -84,7 +84,7 @@ def test_the_page_has_what_the_formulas_give():
         for line in table[2:]:
             name, smallest = cells(line)[:2]
             made = graph(name, 8)
-            by_hand = theory.meets(theory.expected, made, data, 0.1 / 8)
+            by_hand = theory.rate_of_equal_errors(theory.expected, made, data, 0.1 / 8)
             words = f"{8 / by_hand**2:.3g}".replace("nan", "none")
             assert smallest.split(", ")[1] == words, (data, name)
 

@@ -1,4 +1,4 @@
-"""Draw tools/bench/atlas.png from the table of measurements in BENCHMARKS.md.
+"""Draw tools/bench/atlas.png from the table of methods and links in BENCHMARKS.md.
 
 python tools/docs/atlas.py
 """
@@ -12,9 +12,12 @@ BENCH = Path(__file__).resolve().parents[1] / "bench"
 
 
 def table(page: str) -> tuple[list[str], list[str], list[list[int]]]:
-    """Return the table of a page: names of the links, names of the methods, and percentages.
+    """Return the table of methods and links: names of links, names of methods, and percentages.
 
-    There is one list of percentages per method, with a value for each link.
+    A percentage is the part of a step's time that a method spends computing. There is one list of
+    percentages per method, with a value for each link.
+
+    :param page: text of BENCHMARKS.md
     """
     (head, body) = re.search(r"^\| (\| 1 Gbit/s.*)\n\|[-|]*\n((?:\|.*\n)*)", page, re.M).groups()
     links = [name.strip() for name in head.strip("| ").split("|")]
@@ -23,7 +26,7 @@ def table(page: str) -> tuple[list[str], list[str], list[list[int]]]:
 
 
 def main() -> None:
-    """Draw the plot."""
+    """Draw the percentages as a map with a row per method and a column per link."""
     links, methods, values = table((BENCH / "BENCHMARKS.md").read_text("utf-8"))
     figure = Figure(figsize=(8, 5.6), layout="constrained")
     axes = figure.subplots()

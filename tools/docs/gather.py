@@ -16,7 +16,7 @@ REPO = Path(__file__).resolve().parents[2]
 HERE = Path("tools/docs")
 FOLDERS = ("jobs", "mpigossip", "tests", "tools")
 FILES_ONLY = ("tests/double/README.md", "tests/double/MUTANTS.md", "jobs/claims/PROTOCOL.md")
-"""Texts on the test double, the mutants and the protocols, which are no pages of the site."""
+"""Pages that the site leaves out: they describe the test double, the mutants and the protocols."""
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 """Regular expression for a link in Markdown: bracket, target, section of the page."""
 
@@ -28,17 +28,20 @@ def pages() -> list[Path]:
     return [path for path in paths if str(path) not in FILES_ONLY]
 
 
-def place(path: Path) -> Path:
-    """Return the path, within the site, of a file of the repository."""
+def path_in_site(path: Path) -> Path:
+    """Return the path that a file of the repository has within the site.
+
+    :param path: path of the file, relative to the root of the repository
+    """
     return path.relative_to(HERE) if HERE in path.parents else path
 
 
-def moved(page: Path, out: Path) -> str:
+def convert_links(page: Path, out: Path) -> str:
     """Return the text of a page with links that are correct in the site.
 
-    Files that are no pages, but to which the page links, are copied.
+    Other files to which the page links, such as pictures, are copied into ``out``.
 
-    :param page: path of the page in the repository
+    :param page: path of the page, relative to the root of the repository
     :param out: folder of the site's sources
     """
 
@@ -49,15 +52,17 @@ def moved(page: Path, out: Path) -> str:
         if str(target) in FILES_ONLY:
             return "]"  # The site does not have it, so remove the link.
         if target.suffix != ".md" and (REPO / target).is_file():
-            (out / place(target)).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(REPO / target, out / place(target))
+            (out / path_in_site(target)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(REPO / target, out / path_in_site(target))
         if target == Path("README.md"):  # The site has another first page in its place.
-            return f"{match[1]}{os.path.relpath('index.md', place(page).parent)})"
+            return f"{match[1]}{os.path.relpath('index.md', path_in_site(page).parent)})"
         if (REPO / target).is_dir():
             target = target / "README.md"
             if not (REPO / target).exists():
                 return "]"  # A folder has no page, so remove the link.
-        return match[1] + os.path.relpath(place(target), place(page).parent) + match[3]
+        return (
+            match[1] + os.path.relpath(path_in_site(target), path_in_site(page).parent) + match[3]
+        )
 
     return LINK.sub(link, (REPO / page).read_text("utf-8"))
 
@@ -66,9 +71,9 @@ def main() -> None:
     """Write all pages to the folder that the command line names."""
     out = Path(sys.argv[1])
     for page in pages():
-        file = out / place(page)
+        file = out / path_in_site(page)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(moved(page, out), "utf-8")
+        file.write_text(convert_links(page, out), "utf-8")
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ TABLES = {
     for path, table in assemble.tables_of_names().items()
     if not path.startswith("node.")
 }
-"""For each section with names: the functions that these names stand for. Their keyword-only
-parameters are further settings."""
-WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+"""For each section whose setting `name` (or `source`) selects a builder: the builders by name. The
+keyword-only parameters of a builder are further settings of the section."""
+TYPE_NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 EXAMPLES = {
     "algorithm.average_state": "{second=16}",
     "run.name": "first", "run.output": "/scratch/{name}", "task.name": "language-model",
@@ -80,47 +80,55 @@ PUBLIC = dict.fromkeys(mpigossip.__all__, "") | {
     "runs.progress.Progress": "job, folder, nodes, steps_per_epoch, total_steps, samples_per_step, "
     "evaluation, checkpoint, epoch, warn",
 }  # fmt: skip
-"""Names on the page Python, with the members that are shown (empty: all public members)."""
-MADE = ("cluster.mpi_world", "studies.", "graphs.base.G", "engine.", "training.", "runs.progress")
+"""Objects on the page Python, by their path in the package. The values are the names of the members
+that the page shows, separated by commas; "" stands for all public members."""
+RECEIVED = (
+    "cluster.mpi_world",
+    "studies.",
+    "graphs.base.G",
+    "engine.",
+    "training.",
+    "runs.progress",
+)
 """Prefixes of classes whose objects a program receives, but does not create."""
 
 
-def kind(hint: Any) -> str:
-    """Return a text about a type and its limits.
+def describe_type(hint: Any) -> str:
+    """Return a text about the type of a setting and its limits, such as "whole number; at least 1".
 
-    :param hint: annotation of a setting
+    :param hint: annotation of the setting
     """
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     if hasattr(hint, "__metadata__"):
         (limit,) = (each for each in hint.__metadata__ if isinstance(each, Limit))
-        return f"{kind(hint.__origin__)}; {limit.words}"
+        return f"{describe_type(hint.__origin__)}; {limit.words}"
     if origin is Literal:
         return ", ".join(f"`{show(each)}`" for each in arguments)
     if origin in (typing.Union, types.UnionType):
-        known = [kind(each) for each in arguments if each is not type(None)]
+        known = [describe_type(each) for each in arguments if each is not type(None)]
         return " or ".join(known) + "; may be unset" * (type(None) in arguments)
     if origin is tuple:
-        return f"list of: {kind(arguments[0])}"
+        return f"list of: {describe_type(arguments[0])}"
     if origin is dict:
-        return f"table of names and: {kind(arguments[1])}"
-    return WORDS.get(hint, getattr(hint, "__name__", str(hint)))
+        return f"table of names and: {describe_type(arguments[1])}"
+    return TYPE_NAMES.get(hint, getattr(hint, "__name__", str(hint)))
 
 
 def choices(hint: Any) -> list[Any]:
-    """Return the values that an annotation with `Literal` allows."""
+    """Return the values that an annotation with `Literal` allows; [] without `Literal`."""
     if typing.get_origin(hint) is Literal:
         return list(typing.get_args(hint))
     return [value for each in typing.get_args(hint) for value in choices(each)]
 
 
 def example(path: str, default: Any, hint: Any) -> str:
-    """Return an example of a setting: a valid value that differs from the default.
+    """Return an example of a setting, "section.key=value", with a value other than the default.
 
     :param path: name of the setting, such as "data.batch"
     :param default: its default
     :param hint: its annotation
-    :raises LookupError: if no rule gives an example
+    :raises LookupError: if no guess is valid, and `EXAMPLES` has no entry for the setting
     """
     guesses = [not default] if isinstance(default, bool) else []
     if isinstance(default, int | float):
@@ -134,11 +142,13 @@ def example(path: str, default: Any, hint: Any) -> str:
             continue
         if getattr(getattr(job, path.split(".")[0]), path.split(".")[1]) != default:
             return text
-    raise LookupError(f"no example of {path}")
+    raise LookupError(
+        f"no guess is a valid value of {path}: add an example to EXAMPLES in {__file__}"
+    )
 
 
 def settings() -> dict[str, tuple[str, ...]]:
-    """Return for each setting, by name: meaning, type and limits, default, example."""
+    """Return texts about all settings, by name: type and limits, default, meaning, example."""
     rows = {}
     for name, cls in sections.SECTIONS.items():
         hints = typing.get_type_hints(cls, include_extras=True)
@@ -152,16 +162,16 @@ def settings() -> dict[str, tuple[str, ...]]:
                 default = field.default_factory()
             shown = "unset" if default is None else f"`{show(default)}`"
             assert default is not MISSING, path
-            words = kind(hints[field.name])
+            words = describe_type(hints[field.name])
             text = example(path, default, hints[field.name])
             rows[path] = (words, shown, about[field.name], text)
     return rows
 
 
 def options() -> Iterator[tuple[str, str, str, str, str]]:
-    """Yield the options of builders as tuples: section, name, option, type, default.
+    """Yield the options of all builders as tuples: section, name, option, type, default.
 
-    The name is, for example, an algorithm or a graph.
+    The name belongs to the builder, for example to an algorithm or a graph.
     """
     for section, table in TABLES.items():
         for name in table:
@@ -170,7 +180,7 @@ def options() -> Iterator[tuple[str, str, str, str, str]]:
             ].items():
                 needed = default is inspect.Parameter.empty
                 shown = "must be given" if needed else f"`{show(default)}`"
-                words = kind(type(default) if hint is Any and not needed else hint)
+                words = describe_type(type(default) if hint is Any and not needed else hint)
                 yield section, name, option, words, "unset" if default is None else shown
 
 
@@ -180,14 +190,20 @@ def loop_options() -> list[tuple[str, str]]:
     return [(name, key) for keys in groups for name, some in keys.items() for key in some]
 
 
-def cells(*row: str) -> str:
-    """Return a row of a table in Markdown."""
+def table_row(*row: str) -> str:
+    """Return a row of a table in Markdown.
+
+    :param row: texts of the cells
+    """
     return "| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in row) + " |"
 
 
-def head(*titles: str) -> list[str]:
-    """Return the first two lines of a table in Markdown, with these titles of columns."""
-    return [cells(*titles), "|---" * len(titles) + "|"]
+def table_head(*titles: str) -> list[str]:
+    """Return the first two lines of a table in Markdown.
+
+    :param titles: titles of the columns
+    """
+    return [table_row(*titles), "|---" * len(titles) + "|"]
 
 
 def settings_page() -> str:
@@ -204,9 +220,9 @@ def settings_page() -> str:
     for name, cls in sections.SECTIONS.items():
         text = inspect.getdoc(cls).split(": ", 1)[1]
         lines += [f"## [{name}]", "", text[0].upper() + text[1:], ""]
-        lines += head("setting", "meaning", "type and limits", "default", "example")
+        lines += table_head("setting", "meaning", "type and limits", "default", "example")
         lines += [
-            cells(f"`{path}`", meaning, words, default, f"`{text}`")
+            table_row(f"`{path}`", meaning, words, default, f"`{text}`")
             for path, (words, default, meaning, text) in known.items()
             if path.startswith(f"{name}.")
         ]
@@ -219,14 +235,14 @@ def settings_page() -> str:
         rows = [row for row in own if row[0] == name]
         if rows:
             lines += ["", "Options by name:", ""]
-            lines += head("name", "option", "type and limits", "default")
-            lines += [cells(f"`{row[1]}`", f"`{name}.{row[2]}`", *row[3:]) for row in rows]
+            lines += table_head("name", "option", "type and limits", "default")
+            lines += [table_row(f"`{row[1]}`", f"`{name}.{row[2]}`", *row[3:]) for row in rows]
         lines += [""]
     return "\n".join(lines)
 
 
 def commands() -> dict[str, str]:
-    """Return the help of every command."""
+    """Return the help texts of all commands, by their words, such as "data pack"."""
     return {words: parser.format_help() for words, parser in every(cli.parser()) if words}
 
 
@@ -246,10 +262,10 @@ def commands_page() -> str:
         "`mpigossip examples` lists them. Commands accept their names.",
         "",
     ]
-    lines += head("name", "file", "what it is")
+    lines += table_head("name", "file", "what it is")
     for name, path in packaged.examples().items():
         inside = "jobs" / path.relative_to(packaged.find("digits.toml").parent)
-        lines += [cells(f"`{name}`", f"`{inside}`", packaged.summary(path))]
+        lines += [table_row(f"`{name}`", f"`{inside}`", packaged.summary(path))]
     return "\n".join(lines)
 
 
@@ -261,7 +277,7 @@ def python_page() -> str:
         if not inspect.isclass(made):
             lines += [f".. autofunction:: mpigossip.{path}", ""]
             continue
-        given = "()" * path.startswith(MADE)
+        given = "()" * path.startswith(RECEIVED)
         lines += [f".. autoclass:: mpigossip.{path}{given}", f"   :members: {members}"]
         lines += ["   :inherited-members: Optimizer, tuple"] * (not members)
         lines += ["   :class-doc-from: both"] * (path in mpigossip.__all__) + [""]
@@ -274,8 +290,8 @@ def python_page() -> str:
     lines += ["of `d2` and `graph.lazy`, name the section: `graph_lazy=True`, or"]
     lines += ['`**{"graph.lazy": True}`. `length` (of `defacto` and the cadence `halves`) and']
     lines += ["`on_error` (of the log and checkpoints) have the same meaning, and set both:", ""]
-    lines += head("option", "setting of a job")
-    lines += [cells(f"`{key}`", f"`{name}.{key}`") for name, key in loop_options()]
+    lines += table_head("option", "setting of a job")
+    lines += [table_row(f"`{key}`", f"`{name}.{key}`") for name, key in loop_options()]
     return "\n".join([*lines, ""])
 
 
@@ -291,18 +307,18 @@ def files_page() -> str:
         (members, log.MEMBER_COLUMNS),
         (evaluations, log.EVALUATION_COLUMNS),
     ):
-        lines += ["", title, "", *head("column", "unit", "meaning")]
-        lines += [cells(f"`{n}`", c.unit, c.description) for n, c in columns.items()]
+        lines += ["", title, "", *table_head("column", "unit", "meaning")]
+        lines += [table_row(f"`{n}`", c.unit, c.description) for n, c in columns.items()]
     lines += ["", "The metrics of a task are further columns. Evaluations also have its loss:"]
     lines += ["`NAME` is a metric of the averaged model, `local_NAME` of each node's model on its"]
     lines += ["own test samples, and `share_NAME` of the averaged model on the same samples.", ""]
     lines += ["## Layout of a checkpoint", ""]
     lines += [inspect.getdoc(checkpoint).split("\n", 2)[2], "", "The file of a node:", ""]
     lines += [inspect.getdoc(checkpoint.NodeState), "", "## Exit codes", ""]
-    lines += head("code", "meaning")
-    lines += [cells(str(code), text) for code, text in exit_codes().items()]
-    lines += ["", "## Environment variables", "", *head("variable", "meaning")]
-    lines += [cells(f"`{name}`", text) for name, text in VARIABLES.items()]
+    lines += table_head("code", "meaning")
+    lines += [table_row(str(code), text) for code, text in exit_codes().items()]
+    lines += ["", "## Environment variables", "", *table_head("variable", "meaning")]
+    lines += [table_row(f"`{name}`", text) for name, text in VARIABLES.items()]
     return "\n".join([*lines, ""])
 
 
@@ -326,7 +342,7 @@ PAGES = {
 
 
 def main() -> None:
-    """Write all pages into the folder that is given."""
+    """Write all pages into the folder that the command line names."""
     parser = argparse.ArgumentParser(description="write the reference pages from the code")
     parser.add_argument("out", type=Path)
     out = parser.parse_args().out

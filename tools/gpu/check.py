@@ -2,8 +2,8 @@
 
 Each check is a function of measures.py or several.py. It runs in its own processes with its own
 time limit. If a check fails or hangs, its row says so, and the others are not affected. Checks of
-correctness come first. Checks that need several GPUs come last, and are left out if there is only
-one. Limits of rates are measured in the same run.
+correctness come first. Checks that need several GPUs come last, and are not run if there is only
+one. Most limits of rates are measured in the same run.
 
 At the end, the table is printed, inserted at the top of GPU_RESULTS.md (in the folder of `--out`),
 and written next to it as JSON. `--from N` continues with row N. To test the checks themselves,
@@ -70,7 +70,9 @@ class Row(NamedTuple):
     """Row of the table; ``good`` is None if there is no limit to compare the measurement with."""
 
     check: str
+    """Title of the check."""
     measured: str
+    """Result as text; "not run: " or "failed: " and the reason if there is none."""
     limit: str
     good: bool | None
 
@@ -81,7 +83,7 @@ NONE = "no wrong values"
 NO_BAR = "no limit"
 SLOWER = "<= 5 % longer than without the exchange, under MPS"
 CHECKS = [
-    Check("weighted sums of numbers, some of them denormal", BITS, 60, "sums"),
+    Check("weighted sums of numbers, some of them denormal", BITS, 60, "weighted_sums"),
     Check("exchange while streams sleep at random: two ranks, fastest transport", NONE, 60,
           "stress auto", 2),
     Check("exchange while streams sleep at random: two ranks, host memory", NONE, 60,
@@ -97,7 +99,8 @@ CHECKS = [
           "digests", 2),
     Check("digests of four ranks that exchange GPU memory, or copies in host memory", EQUAL, 60,
           "digests", 4),
-    Check("weighted sum of two 400 MB shards", ">= 85 % of device copy bandwidth", 40, "combining"),
+    Check("weighted sum of two 400 MB shards", ">= 85 % of device copy bandwidth", 40,
+          "sum_bandwidth"),
     Check("exchange of 400 MB between two ranks on one GPU", ">= 70 % of device copy bandwidth",
           60, "exchange auto 0.7 copy", 2),
     Check("exchange of 400 MB between two ranks through host memory, in chunks",
@@ -107,25 +110,25 @@ CHECKS = [
     Check("step of ResNet-50, bf16, batch 256, eager, relative to plain torch", "<= 1.05 x", 60,
           "beside_torch"),
     Check("parameters after a custom loop with autocast and GradScaler",
-          "equal to plain torch within 1e-5", 40, "scaled"),
-    Check("job that is resumed from its checkpoint", "exit code 0", 90, "stored"),
+          "equal to plain torch within 1e-5", 40, "grad_scaler"),
+    Check("job that is resumed from its checkpoint", "exit code 0", 90, "resume_job"),
     Check("parameters after FSDP2 in a node of one rank", "equal to a run on the CPU within 1e-4",
-          60, "sharded", 1),
+          60, "fsdp", 1),
     Check("step of ResNet-50, bf16, batch 256, eager", NO_BAR, 45, "step eager"),
     Check("step of ResNet-50, bf16, batch 256, in CUDA graphs", NO_BAR, 45, "step graphs"),
     Check("step of ResNet-50, bf16, batch 256, in CUDA graphs, channels last", NO_BAR, 45,
           "step channels_last"),
     Check("tests with the marker gpu", "all pass", 200, "tests"),
     Check("step of ResNet-50, bf16, batch 256, compiled", NO_BAR, 100, "step compile"),
-    Check("copies of patterns between all pairs of GPUs", NONE, 60, "matrix", gpus=2),
+    Check("copies of patterns between all pairs of GPUs", NONE, 60, "copies", gpus=2),
     Check("transports between two ranks with half of the GPUs each", "not through host memory",
-          120, "ways", 2, 2),
+          120, "transports", 2, 2),
     Check("first GLOBAL round of a new mixer during reduce-scatters, 200 times", NONE, 150,
-          "cold auto", 2, 2),
+          "first_rounds auto", 2, 2),
     Check("first GLOBAL round of a new mixer during reduce-scatters, by NCCL", NONE, 200,
-          "cold nccl", 2, 2),
+          "first_rounds nccl", 2, 2),
     Check("training in which a kernel fails on one GPU", "error names the GPU within 30 s", 60,
-          "killed", gpus=2),
+          "failing_kernel", gpus=2),
     Check("images per second of ResNet-50, bf16, batch 256 per GPU, and of DDP", NO_BAR, 240,
           "beside_ddp", gpus=2),
 ]  # fmt: skip
@@ -165,7 +168,12 @@ def main() -> int:
 
 
 def run(place: Place, options: argparse.Namespace) -> int:
-    """Run all rows, or the chosen ones; return the exit code."""
+    """Run all checks, or the chosen ones, and print and write the table.
+
+    :param place: device and size of the measurements
+    :param options: options of the command line
+    :return: exit code: 1 if a result is not good, NO_GPU if no GPU was found, otherwise 0
+    """
     try:
         gpus, device = result_of([sys.executable, str(MEASURES), "device", "0"], place, FIRST_S)
     except (NotRun, RuntimeError) as error:
@@ -177,28 +185,29 @@ def run(place: Place, options: argparse.Namespace) -> int:
     lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if lacking:
         device += f"; {sys.executable} lacks {', '.join(lacking)}"
-        print(f"{sys.executable} lacks {', '.join(lacking)}: what needs them fails")
+        print(f"{sys.executable} lacks {', '.join(lacking)}: checks that need them will fail")
     ends = time.monotonic() + TOTAL_S + SEVERAL_S * (gpus > 1)
     checks = [check for check in CHECKS[options.first - 1 :] if options.only in check.title]
     rows: list[Row] = []
     try:
-        all_rows(place, rows, ends, checks, gpus)
+        run_checks(place, rows, ends, checks, gpus)
     except KeyboardInterrupt:
-        print("ended by a signal")
-    rows += [Row(c.title, "not run: ended before", c.limit, None) for c in checks[len(rows) :]]
+        print("a signal stopped the checks")
+    stopped = "not run: a signal stopped the checks before"
+    rows += [Row(c.title, stopped, c.limit, None) for c in checks[len(rows) :]]
     text = table(rows, device)
     out = RESULTS if options.out is None else options.out / RESULTS.name
     if options.out is not None or not place.rehearsed:
         with contextlib.suppress(OSError):
             out.parent.mkdir(parents=True, exist_ok=True)
-            put_on_top(text, out)
+            insert_table(text, out)
             results = {"device": device, "gpus": gpus, "rows": [row._asdict() for row in rows]}
             out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     print("\n" + text, flush=True)
     return 1 if any(row.good is False for row in rows) else 0
 
 
-def all_rows(
+def run_checks(
     place: Place, rows: list[Row], ends: float, checks: list[Check], gpus: int = 1
 ) -> None:
     """Run the checks one after the other, and append their rows.
@@ -214,10 +223,10 @@ def all_rows(
         began = time.monotonic()
         try:
             if ends - began < 15:
-                raise NotRun("the time limit of all checks was reached")
+                raise NotRun("less than 15 s of the time limit of all checks are left")
             if check.gpus > gpus:
-                raise NotRun(f"needs {check.gpus} GPUs or more")
-            result, good = measured(check, place, min(ends - began, check.seconds))
+                raise NotRun(f"needs {check.gpus} GPUs or more, but finds {gpus}")
+            result, good = run_check(check, place, min(ends - began, check.seconds))
         except NotRun as reason:
             result = f"not run: {reason}"
             good = None
@@ -229,17 +238,22 @@ def all_rows(
         print(f"   {result}   ({time.monotonic() - began:.0f} s)", flush=True)
 
 
-def measured(check: Check, place: Place, seconds: float) -> tuple[str, bool | None]:
+def run_check(check: Check, place: Place, seconds: float) -> tuple[str, bool | None]:
     """Run a check in its own processes.
 
-    :return: its result, and whether that is good; None: the check has no limit
+    :param check: the check
+    :param place: device and size of the measurement
+    :param seconds: time limit
+    :return: the result as text, and whether it is good; None: the check has no limit
+    :raises NotRun: if a program that the check needs is missing, or if the time limit is reached
+    :raises RuntimeError: if the check ends without a result
     """
     if check.measure == "tests":
-        return tests(place, seconds)
+        return run_gpu_tests(place, seconds)
     head = []
     if check.ranks:
         if not found_launcher() or importlib.util.find_spec("mpi4py") is None:
-            raise NotRun("needs mpi4py and an mpiexec (MPIGOSSIP_MPIEXEC names one)")
+            raise NotRun("needs mpi4py and an mpiexec; MPIGOSSIP_MPIEXEC can name its path")
         head = [*found_launcher(), "-n", str(check.ranks)]
     name, *words = check.measure.split()
     script = SEVERAL if check.gpus > 1 else MEASURES
@@ -250,9 +264,13 @@ def measured(check: Check, place: Place, seconds: float) -> tuple[str, bool | No
 def result_of(command: list[str], place: Place, seconds: float):
     """Run a command, and return the value that it prints as JSON in a line "RESULT …".
 
+    :param command: words of the command, without "--rehearse"
+    :param place: device and size of the measurement
+    :param seconds: time limit
+    :raises NotRun: if the command takes longer than ``seconds``
     :raises RuntimeError: if the command fails without such a line; the message contains its error
     """
-    done = finished(command + (["--rehearse"] if place.rehearsed else []), seconds)
+    done = run_command(command + (["--rehearse"] if place.rehearsed else []), seconds)
     results = re.findall(r"^RESULT (.*)", done.stdout, re.MULTILINE)
     # The result counts even if the process failed afterwards.
     if results:
@@ -260,10 +278,10 @@ def result_of(command: list[str], place: Place, seconds: float):
     print(done.stdout[-3000:], done.stderr[-5000:])
     last = re.findall(r"^(?:\w+\.)*\w*(?:Error|Refused|Exception|exit)\b.*", done.stderr, re.M)
     why = last[-1][:300] if last else "no error message"
-    raise RuntimeError(f"ended with code {done.returncode}: {why}")
+    raise RuntimeError(f"the check ended with code {done.returncode}: {why}")
 
 
-def finished(command: list[str], seconds: float):
+def run_command(command: list[str], seconds: float):
     """Run a command and return it with its output.
 
     :raises NotRun: if it takes longer than ``seconds``; its output until then is printed
@@ -279,8 +297,12 @@ def finished(command: list[str], seconds: float):
         run.close()
 
 
-def tests(place: Place, seconds: float) -> tuple[str, bool]:
-    """Run the tests with the marker "gpu" in a separate process."""
+def run_gpu_tests(place: Place, seconds: float) -> tuple[str, bool]:
+    """Run the tests with the marker "gpu" in a separate process.
+
+    :return: last line of pytest's output, and whether all tests pass
+    :raises NotRun: if pytest is not installed, or if the tests take longer than ``seconds``
+    """
     if importlib.util.find_spec("pytest") is None:
         raise NotRun("pytest is not installed")
     files = ["tests/test_gpu.py", "tests/groups/test_groups.py", "tests/data/test_sources.py"]
@@ -289,7 +311,7 @@ def tests(place: Place, seconds: float) -> tuple[str, bool]:
     command += ["-o", "addopts=", "-W", "ignore::pytest.PytestConfigWarning", "--maxfail=20"]
     # In a rehearsal, the tests are only collected: tests/double runs them on the emulation.
     command += ["--collect-only"] if place.rehearsed else []
-    done = finished(command, seconds)
+    done = run_command(command, seconds)
     if done.returncode:
         print(done.stdout[-6000:], done.stderr[-2000:])
     tail = done.stdout.strip().splitlines()[-1:] or ["no output"]
@@ -309,8 +331,12 @@ def table(rows: list[Row], device: str) -> str:
     return "\n".join(lines)
 
 
-def put_on_top(text: str, path: Path) -> None:
-    """Insert the table below the file's heading, above older tables."""
+def insert_table(text: str, path: Path) -> None:
+    """Insert a table below the file's heading, above older tables.
+
+    :param text: the table in Markdown
+    :param path: file, which need not exist
+    """
     heading = "# Results of gpu_check.sh\n"
     old = path.read_text().removeprefix(heading).strip("\n") if path.exists() else ""
     temporary = path.with_suffix(".new")

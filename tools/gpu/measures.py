@@ -2,9 +2,13 @@
 
     measures.py NAME SECONDS [WORD …] [--rehearse]
 
-Rank 0 prints one line with "RESULT " and a JSON list: the result as text, and whether it is good
-(null: the measurement has no limit). In a rehearsal, the same code runs at small sizes on the CPU
-or on the CPU emulation of CUDA; a measurement that needs a real device reports that.
+NAME is a function in `MEASUREMENTS`, SECONDS its time limit, and the words are its further
+arguments. Unless its docstring says otherwise, a function returns a pair: the result as text, and
+whether it is good. None instead of true or false means that there is no limit, or that it can't be
+applied. Rank 0 prints the pair as JSON in one line that begins with "RESULT ".
+
+In a rehearsal, the same code runs at small sizes on the CPU or on the CPU emulation of CUDA; a
+measurement that needs a real device reports that.
 """
 
 import hashlib
@@ -22,13 +26,14 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import NamedTuple
 
-DEVICE_ONLY = "needs a real device"
+DEVICE_ONLY = "not run: the check needs a real device"
 
 
 class Place(NamedTuple):
     """Device and size of the measurements."""
 
     device: str
+    """Device of the measured arrays: "cpu", or the first GPU, "cuda:0"."""
     rehearsed: bool
     """True if the measurement is only tested, on the CPU or on an emulated GPU. Sizes are then
     small, and there are no limits."""
@@ -40,14 +45,14 @@ class Place(NamedTuple):
         return small if self.rehearsed else real
 
     def bar(self, reached: bool | None) -> bool | None:
-        """Return ``reached``, or None in a rehearsal, in which rates are not compared with limits.
+        """Return the verdict on a rate; None in a rehearsal, because its rates mean nothing.
 
         :param reached: whether a rate reaches its limit; None: it can't be decided
         """
         return None if self.rehearsed else reached
 
     def synchronize(self) -> None:
-        """Wait for the GPU."""
+        """Wait until the GPU has finished all work; return at once on the CPU."""
         import torch
 
         if self.device != "cpu":
@@ -58,7 +63,14 @@ class Place(NamedTuple):
         return f"cpu:{count}" if self.device == "cpu" else "cuda:" + ",".join("0" * count)
 
     def median(self, work: Callable, repeats: int, before: Callable = lambda: None) -> float:
-        """Return the median seconds of a call and its GPU work, after two untimed calls."""
+        """Return the median of the seconds that a call and its work on the GPU take.
+
+        Two untimed calls come first.
+
+        :param work: function without parameters
+        :param repeats: number of timed calls
+        :param before: function that is called before each call, without being timed
+        """
         times = []
         for k in range(repeats + 2):
             before()
@@ -69,41 +81,46 @@ class Place(NamedTuple):
         return sorted(times)[len(times) // 2]
 
 
-def names() -> list[str]:
-    """Return the names of all GPUs."""
+def gpu_names() -> list[str]:
+    """Return the names of all GPUs that torch can use, such as "cuda:0"."""
     import torch
 
     return [f"cuda:{k}" for k in range(torch.cuda.device_count())]
 
 
 def device(place: Place):
-    """Return the number of GPUs, and a line with their name and versions.
+    """Return the number of GPUs, and a text with their name and the versions of libraries.
 
-    If no GPU can be used, the number is 0, and the line says why.
+    If no GPU can be used, the number is 0, and the text is the reason.
     """
     if importlib.util.find_spec("torch") is None:
-        return 0, f"{sys.executable} has no torch"
+        return 0, f"the module torch is not installed for {sys.executable}"
     import torch
 
     if place.rehearsed:
-        what = "a CPU" if place.device == "cpu" else "the double of a GPU"
-        text = f"REHEARSAL on {what}, torch {torch.__version__}: the figures mean nothing"
-        return 1 if place.device == "cpu" else len(names()), text
+        what = "a CPU" if place.device == "cpu" else "an emulated GPU"
+        text = f"REHEARSAL on {what}, torch {torch.__version__}: the rates say nothing about GPUs"
+        return 1 if place.device == "cpu" else len(gpu_names()), text
     if not torch.cuda.is_available():
-        return 0, f"torch {torch.__version__} of {sys.executable} sees no GPU"
+        return 0, f"torch {torch.__version__} of {sys.executable} finds no GPU"
     torch.ones(1, device=place.device).sum().item()
     driver = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     wheels = {dist.metadata["Name"] or "": dist.version for dist in metadata.distributions()}
     cupy = next((f"CuPy {v}" for n, v in wheels.items() if n.startswith("cupy")), "no CuPy")
-    text = f"{len(names())} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}, {driver}"
-    return len(names()), f"{text}, {cupy}, Python {platform.python_version()}"
+    text = (
+        f"{len(gpu_names())} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}, {driver}"
+    )
+    return len(gpu_names()), f"{text}, {cupy}, Python {platform.python_version()}"
 
 
 # -- one GPU, one process -------------------------------------------------------------------------
 
 
-def sums(place: Place):
-    """Check that weighted sums are bitwise identical on GPU and CPU, also for denormal numbers."""
+def weighted_sums(place: Place):
+    """Check that weighted sums are bitwise identical on GPU and CPU, also for denormal numbers.
+
+    The result is good if all sums are, and if none was left to torch's operations.
+    """
     import torch
 
     from mpigossip.mixing.combine import weighted_sum
@@ -123,13 +140,18 @@ def sums(place: Place):
             out = torch.empty(2, width, device=place.device)
             fast = gpu_sum.combine(weights, there, out)
             if not fast or not torch.equal(out.cpu().view(torch.int32), expected.view(torch.int32)):
-                wrong.append(f"{len(weights)} x {width} {'differ' if fast else 'by torch'}")
+                reason = "differ from the CPU" if fast else "were left to torch"
+                wrong.append(f"sums of {len(weights)} arrays of {width} elements {reason}")
     tiny = int((expected.abs() < 1.2e-38).sum())
-    return f"{'; '.join(wrong) or 'the same bits'} ({tiny} denormal)", not wrong
+    words = "; ".join(wrong) or "all sums are bitwise identical"
+    return f"{words} ({tiny} denormal elements)", not wrong
 
 
-def combining(place: Place):
-    """Compare the bandwidth of the weighted sum on the GPU with the bandwidth of a copy."""
+def sum_bandwidth(place: Place):
+    """Compare the bandwidth of the weighted sum on the GPU with the bandwidth of a copy.
+
+    The result is good if the sum reaches 85 % of it.
+    """
     import torch
 
     from mpigossip.mixing.combine import weighted_sum
@@ -145,7 +167,10 @@ def combining(place: Place):
 
 
 def nccl(place: Place):
-    """Check all calls of a node's group with NCCL, with a single slot, in both orders of sums."""
+    """Check all calls of a node's group with NCCL, with a single slot, in both orders of sums.
+
+    The result is good if the arrays are unchanged, as they are with one slot.
+    """
     import torch
 
     from mpigossip.cluster.world import SingleProcess
@@ -163,24 +188,32 @@ def nccl(place: Place):
         group.broadcast(full)
         wrong += [] if torch.equal(full[0].cpu(), wanted) else [order]
         group.close()
-    return f"wrong in order {', '.join(wrong)}" if wrong else "all calls, the same bits", not wrong
+    text = "the results of all calls are bitwise identical"
+    return f"wrong with the order of sums {', '.join(wrong)}" if wrong else text, not wrong
 
 
 def resnet(place: Place, *settings: str, nodes=None):
-    """Return an assembled training of ResNet with constant batches, to time the step only."""
+    """Return a training of ResNet in which all batches are equal, and the batch size.
+
+    No data are loaded, so that the time of a step is computation and exchange only.
+
+    :param place: device and size of the measurement
+    :param settings: further settings "section.key=value"
+    :param nodes: world with one rank per node; None: a single node
+    """
     from mpigossip.cluster.world import SingleProcess
     from mpigossip.training import assemble
 
     batch = place.size(256, 2)
     side = place.size(224, 32)
-    given = [f"data.shape=[3,{side},{side}]", "data.classes=1000", "data.source=synthetic"]
-    given += [f"data.batch={batch}", f"data.samples={32 * batch}", "data.test_samples=2"]
-    given += ["log.consensus_every=0", "node.precision=bf16"]
-    given += [f"node.devices={place.slots(1)}", f"model.name={place.size('resnet50', 'resnet20')}"]
+    chosen = [f"data.shape=[3,{side},{side}]", "data.classes=1000", "data.source=synthetic"]
+    chosen += [f"data.batch={batch}", f"data.samples={32 * batch}", "data.test_samples=2"]
+    chosen += ["log.consensus_every=0", "node.precision=bf16"]
+    chosen += [f"node.devices={place.slots(1)}", f"model.name={place.size('resnet50', 'resnet20')}"]
     if place.device == "cpu":
         settings = [text for text in settings if "graphs" not in text and "last" not in text]
-    made = assemble.load({}, [*given, *settings])
-    assembly = assemble.assemble(made, nodes or SingleProcess(), nodes.size if nodes else 1)
+    job = assemble.load({}, [*chosen, *settings])
+    assembly = assemble.assemble(job, nodes or SingleProcess(), nodes.size if nodes else 1)
     first = assembly.trainer.batches(0)
     assembly.trainer.batches = lambda step: first
     return assembly, batch
@@ -196,9 +229,13 @@ MODES = {
 
 
 def step(place: Place, mode: str):
-    """Return the median time of a training step of one node."""
+    """Measure the median time of a training step of one node; there is no limit.
+
+    :param place: device and size of the measurement
+    :param mode: key of `MODES`
+    """
     if place.rehearsed and mode == "compile":
-        return "torch.compile needs a real device", None
+        return DEVICE_ONLY, None
     assembly, batch = resnet(place, *MODES[mode])
     began = time.perf_counter()
     assembly.trainer.step()
@@ -210,7 +247,10 @@ def step(place: Place, mode: str):
 
 
 def beside_torch(place: Place):
-    """Compare the time of a step of momentum SGD with that of plain torch, both in eager mode."""
+    """Compare the time of a step of momentum SGD with plain torch, both in eager mode.
+
+    The result is good if the step takes at most 1.05 times as long.
+    """
     import torch
 
     from mpigossip.models import model
@@ -237,8 +277,11 @@ def beside_torch(place: Place):
     return f"{times:.3f} x ({ours * 1e3:.1f} ms)", place.bar(times <= 1.05)
 
 
-def scaled(place: Place):
-    """Compare parameters after a loop with autocast and GradScaler, with and without mpigossip."""
+def grad_scaler(place: Place):
+    """Compare parameters after a loop with autocast and GradScaler, with and without mpigossip.
+
+    The result is good if they agree within 1e-5, relative to their norm.
+    """
     import torch
 
     import mpigossip
@@ -273,8 +316,11 @@ def scaled(place: Place):
     return f"relative difference {off:.1e}", off <= 1e-5
 
 
-def stored(place: Place):
-    """Run a job on the GPU, resume it from its checkpoint, and verify the checkpoint."""
+def resume_job(place: Place):
+    """Run a job on the GPU, resume it from its checkpoint, and verify the new checkpoint.
+
+    The result is good if all three commands end with the exit code 0.
+    """
     with tempfile.TemporaryDirectory() as folder:
         run = [f"run.output={folder}/run", "model.name=mlp", f"node.devices={place.slots(1)}"]
         for words in (
@@ -286,12 +332,16 @@ def stored(place: Place):
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 last = (done.stderr.strip().splitlines() or [""])[-1]
-                return f"{words[0]} ended with {done.returncode}: {last[:150]}", False
-    return "trained, resumed, verified", True
+                text = f"`mpigossip {words[0]}` ended with code {done.returncode}: {last[:150]}"
+                return text, False
+    return "the job was trained, resumed and verified", True
 
 
-def sharded(place: Place, w):
-    """Compare the parameters after training by FSDP2 in one rank with a run on the CPU."""
+def fsdp(place: Place, w):
+    """Compare the parameters after training by FSDP2 in one rank with a run on the CPU.
+
+    The result is good if they agree within 1e-4, relative to their norm.
+    """
     from tests.optim.in_node import Case, reference_parameters, train_nodes
 
     kind = place.device.partition(":")[0]
@@ -306,8 +356,8 @@ def sharded(place: Place, w):
 # -- ranks that share a GPU -----------------------------------------------------------------------
 
 
-def mps() -> tuple[bool | None, str]:
-    """Return the verdict for a rate of two processes that misses its limit, and the reason.
+def verdict_without_mps() -> tuple[bool | None, str]:
+    """Return the verdict on a rate of two processes that misses its limit, and a text about MPS.
 
     Without CUDA MPS, two processes take turns on a GPU. The rate then says little about the
     exchange, so the verdict is None (undecided); with MPS, it is False.
@@ -316,13 +366,15 @@ def mps() -> tuple[bool | None, str]:
         shutil.which("pgrep")
         and not subprocess.run(["pgrep", "nvidia-cuda-mps"], capture_output=True).returncode
     )
-    return (False, "under MPS") if serves else (None, "without MPS, so without a limit")
+    return (False, "under MPS") if serves else (None, "without MPS, so the limit does not apply")
 
 
 def put_seconds(place: Place, w, nbytes: int) -> float:
-    """Measure an MPI put of host memory to the next rank, by all ranks at the same time.
+    """Return the median seconds of an MPI put of host memory, which all ranks make at once.
 
-    Return the median seconds.
+    :param place: device and size of the measurement
+    :param w: world; each rank puts to the next one
+    :param nbytes: number of bytes of a put
     """
     import numpy as np
     from mpi4py import MPI
@@ -346,10 +398,12 @@ def put_seconds(place: Place, w, nbytes: int) -> float:
 def exchange(place: Place, w, memory: str, bar: str, limited_by: str):
     """Compare the rate of a round between two ranks with the rate of the operation that limits it.
 
+    The result is good if the rate reaches the fraction ``bar``.
+
     :param place: device and size of the measurement
     :param w: both ranks
     :param memory: transport, as `node.exchange`
-    :param bar: smallest fraction of the limit that is good
+    :param bar: smallest fraction of the limiting rate that is good, such as "0.7"
     :param limited_by: "copy" (within the GPU) or "put" (of host memory by MPI)
     """
     import torch
@@ -385,15 +439,18 @@ def exchange(place: Place, w, memory: str, bar: str, limited_by: str):
     route, _, why = mixer.routes[1 - w.rank].partition(" ")
     mixer.close()
     if memory == "auto" and route == "host":
-        return f"not run: no transport but host memory works {why}", None
+        return f"not run: only host memory works as a transport {why}", None
     share = least / took
-    (fair, how) = mps()
+    verdict, how = verdict_without_mps()
     text = f"{share:.0%} ({route}, {4 * width / 1e6:.0f} MB in {took * 1e3:.1f} ms; {how})"
-    return text, place.bar(share >= float(bar) or fair)
+    return text, place.bar(share >= float(bar) or verdict)
 
 
 def overlap(place: Place, w):
-    """Compare the median time of a step with and without an exchange, for an algorithm ahead."""
+    """Compare the median time of a step with and without an exchange that is sent ahead.
+
+    The result is good if the step with the exchange takes at most 5 % longer.
+    """
     seconds = []
     for name in ("identity", "one-peer-exponential"):
         ahead = ["algorithm.name=dsgd", "algorithm.style=awc", f"graph.name={name}"]
@@ -401,14 +458,20 @@ def overlap(place: Place, w):
         seconds.append(place.median(assembly.trainer.step, place.size(12, 1), w.barrier))
         assembly.close()
     more = seconds[1] / seconds[0] - 1
-    (fair, how) = mps()
-    return f"{more:+.1%} ({seconds[0] * 1e3:.0f} ms without; {how})", place.bar(
-        more <= 0.05 or fair
+    verdict, how = verdict_without_mps()
+    return f"{more:+.1%} ({seconds[0] * 1e3:.0f} ms without an exchange; {how})", place.bar(
+        more <= 0.05 or verdict
     )
 
 
-def naps(place: Place, seed: int):
-    """Return a function that, in most calls, lets the current stream sleep for 1 to 20 ms."""
+def random_sleeps(place: Place, seed: int):
+    """Return a function that, in most calls, lets the current stream sleep for 1 to 20 ms.
+
+    In a rehearsal, the function does nothing.
+
+    :param place: device and size of the measurement
+    :param seed: seed of the random durations
+    """
     import torch
 
     draw = random.Random(seed)
@@ -433,7 +496,8 @@ def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, 
     """Count wrong arrays in exchanges while all streams sleep at random.
 
     If the code lacks a wait between two streams, an array then contains old values. On the
-    emulation of GPUs, streams don't sleep: it checks the order of operations itself.
+    emulation of GPUs, streams don't sleep: it checks the order of operations itself. The result is
+    good if no array is wrong.
 
     :param place: device and size of the measurement
     :param w: all ranks
@@ -459,7 +523,7 @@ def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, 
     except TransportUnavailable as error:
         return f"not run: {error}", None
     reference = Simulated(made, MessageLayout(widths, **options))
-    nap = naps(place, w.rank)
+    nap = random_sleeps(place, w.rank)
     mutate(mixer)
     ends = time.monotonic() + place.seconds / 3
     wrong = 0
@@ -501,7 +565,8 @@ def stress(place: Place, w, memory: str, mutate: Callable = lambda mixer: None, 
 def mutant(place: Place, w):
     """Check that :func:`stress` finds errors if a wait is missing.
 
-    The mixer no longer waits until the outbox is filled.
+    The mixer no longer waits until the outbox is filled. The result is good if an error is found.
+    This function prints it, and ends the process.
     """
     import torch
 
@@ -521,30 +586,46 @@ def mutant(place: Place, w):
 
 
 def digests(place: Place, w):
-    """Check that all transports give bitwise identical parameters, for two algorithms."""
+    """Compare digests after training by the fastest transport and by host memory.
+
+    The result is good if the parameters are bitwise identical, for two algorithms.
+    """
     from tests.double.devices import settings_of, trained
 
     differ = []
     texts = []
     for name in ("dmsgd", "sgp"):
-        digests_of_ways = []
+        digests_by_transport = []
         for way in ("auto", "host"):
             settings = [*settings_of(name), f"node.exchange={way}"]
             full = trained(w, w.size, "mlp", place.slots(1), settings, place.size(20, 4))
-            digests_of_ways.append(w.gather(hashlib.sha256(full.numpy().tobytes()).hexdigest()[:8]))
-        differ += [name] * (digests_of_ways[0] != digests_of_ways[1])
-        texts.append(f"{name} {' '.join(digests_of_ways[0] or ())}")
-    return f"{', '.join(differ)} differ" if differ else ", ".join(texts), not differ
+            digests_by_transport.append(
+                w.gather(hashlib.sha256(full.numpy().tobytes()).hexdigest()[:8])
+            )
+        differ += [name] * (digests_by_transport[0] != digests_by_transport[1])
+        texts.append(f"{name} {' '.join(digests_by_transport[0] or ())}")
+    text = f"digests of {', '.join(differ)} differ between transports"
+    return text if differ else ", ".join(texts), not differ
 
 
 def print_result(result, world=None) -> None:
-    """Print the line "RESULT …", which check.py reads, on rank 0."""
+    """Print the line "RESULT …", which check.py reads, on rank 0.
+
+    :param result: pair of a text and whether it is good, or another value for JSON
+    :param world: ranks of the measurement; None: a single process
+    """
     if world is None or world.rank == 0:
         print("\nRESULT " + json.dumps(result), flush=True)
 
 
 def main(known: dict[str, Callable], name: str, seconds: str, *words: str) -> None:
-    """Run one measurement with the arguments of the command line."""
+    """Run one measurement with the arguments of the command line.
+
+    :param known: functions by name; those with a parameter ``w`` get the world of all ranks
+    :param name: name of the function
+    :param seconds: time limit of the measurement
+    :param words: further arguments of the function; "--rehearse" asks for a rehearsal
+    """
     rehearsed = "--rehearse" in words
     words = tuple(w for w in words if w != "--rehearse")
     on_cpu = rehearsed and "MPIGOSSIP_DOUBLE" not in os.environ
@@ -561,10 +642,10 @@ def main(known: dict[str, Callable], name: str, seconds: str, *words: str) -> No
         print_result(work(place, ranks, *words), ranks)
 
 
-MEASURED = (
+MEASUREMENTS = (
     device,
-    sums,
-    combining,
+    weighted_sums,
+    sum_bandwidth,
     nccl,
     step,
     exchange,
@@ -573,10 +654,10 @@ MEASURED = (
     mutant,
     digests,
     beside_torch,
-    scaled,
-    stored,
-    sharded,
+    grad_scaler,
+    resume_job,
+    fsdp,
 )
 
 if __name__ == "__main__":
-    main({f.__name__: f for f in MEASURED}, *sys.argv[1:])
+    main({f.__name__: f for f in MEASUREMENTS}, *sys.argv[1:])

@@ -1,4 +1,7 @@
-"""Measurements that need several GPUs, in addition to the measurements of measures.py."""
+"""Measurements that need several GPUs, in addition to the measurements of measures.py.
+
+As described there, a function returns a pair: the result as text, and whether it is good.
+"""
 
 import json
 import os
@@ -7,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from measures import DEVICE_ONLY, Place, main, names, print_result, resnet
+from measures import DEVICE_ONLY, Place, gpu_names, main, print_result, resnet
 
 
 def _all_done(work: Callable[[], object]) -> Callable[[], None]:
@@ -16,22 +19,25 @@ def _all_done(work: Callable[[], object]) -> Callable[[], None]:
 
     def whole() -> None:
         work()
-        for name in names():
+        for name in gpu_names():
             torch.cuda.synchronize(name)
 
     return whole
 
 
-def matrix(place: Place):
-    """Copy a pattern from every GPU to every other GPU; report differing bytes and rates."""
+def copies(place: Place):
+    """Copy a pattern from every GPU to every other GPU, and measure the rates.
+
+    The result is good if all bytes are correct.
+    """
     import torch
 
     size = place.size(256 << 20, 1 << 16)
     wrong = []
     rates = []
-    for k, source_name in enumerate(names()):
+    for k, source_name in enumerate(gpu_names()):
         source = torch.full((size,), 37 + 11 * k, dtype=torch.uint8, device=source_name)
-        for target_name in names():
+        for target_name in gpu_names():
             if source_name == target_name:
                 continue
             target = torch.zeros(size, dtype=torch.uint8, device=target_name)
@@ -40,37 +46,50 @@ def matrix(place: Place):
             print(f"{source_name} to {target_name}: {rates[-1]:.1f} GB/s", flush=True)
             wrong += [f"{source_name} to {target_name}"] * (not bool((target == 37 + 11 * k).all()))
     text = f"{len(rates)} pairs, {min(rates):.0f} to {max(rates):.0f} GB/s"
-    return f"wrong: {', '.join(wrong)}" if wrong else text, not wrong
+    return f"wrong bytes: {', '.join(wrong)}" if wrong else text, not wrong
 
 
-def _half(w, graph_name: str, width: int, **ways):
-    """Return a mixer between two ranks, each with half of the GPUs as its slots."""
+def _mixer_between_halves(w, graph_name: str, width: int, **options):
+    """Return a mixer between two ranks, each with half of the GPUs as its slots.
+
+    :param w: two ranks
+    :param graph_name: name of the graph of both nodes
+    :param width: number of elements of each slot's shard
+    :param options: further arguments of the mixer
+    """
     from mpigossip.graphs import graph
     from mpigossip.mixing.base import MessageLayout
     from mpigossip.mixing.synchronous import Synchronous
 
-    devices = tuple(names()[w.rank :: w.size])
+    devices = tuple(gpu_names()[w.rank :: w.size])
     layout = MessageLayout((width,) * len(devices), devices=devices)
-    return Synchronous(graph(graph_name, w.size), layout, w, timeout_s=60, on_devices=True, **ways)
+    return Synchronous(
+        graph(graph_name, w.size), layout, w, timeout_s=60, on_devices=True, **options
+    )
 
 
-def ways(place: Place, w):
-    """Report which transports move the memory of each GPU between two ranks."""
+def transports(place: Place, w):
+    """Find the transport that is chosen for "auto" and for "nccl" between two ranks.
+
+    The result is good if "auto" chooses a transport other than host memory.
+    """
     routes = {}
     for window in ("auto", "nccl"):
         try:
-            mixer = _half(w, "complete", 4096, exchange=window)
+            mixer = _mixer_between_halves(w, "complete", 4096, exchange=window)
             routes[window] = mixer.routes[1 - w.rank]
             mixer.close()
         except RuntimeError as error:
-            routes[window] = f"refused: {error}"
+            routes[window] = f"failed: {error}"
     print(json.dumps(routes, indent=1))
     text = ", ".join(f"{requested}: {way.partition(' ')[0]}" for requested, way in routes.items())
-    return text, place.bar(not routes["auto"].startswith(("host", "refused")))
+    return text, place.bar(not routes["auto"].startswith(("host", "failed")))
 
 
-def cold(place: Place, w, window: str):
+def first_rounds(place: Place, w, window: str):
     """Repeatedly open a mixer, and run its first global average during reduce-scatters.
+
+    The result is good if no average is wrong.
 
     :param place: device and size of the measurement
     :param w: two ranks
@@ -84,14 +103,14 @@ def cold(place: Place, w, window: str):
     wrong = 0
     ran = 0
     ends = time.monotonic() + place.seconds - 30
-    devices = names()[w.rank :: w.size]
+    devices = gpu_names()[w.rank :: w.size]
     width = place.size(1 << 20, 1 << 10)
     group = make_group(tuple(devices), 1, True, 60)
     gradients = [torch.ones(1, width * len(devices), device=name) for name in devices]
     for again in range(place.size(200, 3)):
         if w.agree(int(time.monotonic() > ends)):
             break
-        mixer = _half(w, "ring", width, exchange=window)
+        mixer = _mixer_between_halves(w, "ring", width, exchange=window)
         for slot, (array,) in enumerate(mixer.outbox(0)):
             array.fill_(w.rank + slot + again)
         group.reduce_scatter_mean(gradients)
@@ -106,19 +125,23 @@ def cold(place: Place, w, window: str):
         mixer.close()
     group.close()
     total = sum(w.gather(wrong) or ())
-    return f"{total} wrong in {ran} rounds ({way})", total == 0 and ran > 0
+    return f"{total} wrong averages in {ran} rounds ({way})", total == 0 and ran > 0
 
 
-def killed(place: Place):
-    """Let a kernel fail on one GPU; report the error of the training, and when it is raised."""
+def failing_kernel(place: Place):
+    """Let a kernel fail on one GPU, and print the error that the next reduce-scatters raise.
+
+    The result is good if the error names the GPU and is raised within 30 s. This function prints
+    it, and ends the process.
+    """
     import torch
 
     from mpigossip.groups.base import GroupError
     from mpigossip.groups.devices import make_group
 
-    group = make_group(tuple(names()), 1, True, 20)
-    victim = names()[-1]
-    full = [torch.ones(1, 1024 * len(names()), device=name) for name in names()]
+    group = make_group(tuple(gpu_names()), 1, True, 20)
+    victim = gpu_names()[-1]
+    full = [torch.ones(1, 1024 * len(gpu_names()), device=name) for name in gpu_names()]
     group.reduce_scatter_mean(full)
     began = time.perf_counter()
     text = "no error"
@@ -139,24 +162,32 @@ def killed(place: Place):
 
 
 def beside_ddp(place: Place):
-    """Compare the images per second of ResNet-50 on all GPUs: one rank of mpigossip, and DDP."""
-    all_of_them = "node.devices=cuda:" + ",".join(name[5:] for name in names())
+    """Compare the images per second of ResNet-50 on all GPUs: one rank of mpigossip, and DDP.
+
+    There is no limit.
+    """
+    all_of_them = "node.devices=cuda:" + ",".join(name[5:] for name in gpu_names())
     if place.device == "cpu":
         return DEVICE_ONLY, None
     assembly, batch = resnet(place, all_of_them)
-    ours = batch * len(names()) / place.median(_all_done(assembly.trainer.step), place.size(15, 1))
+    ours = (
+        batch * len(gpu_names()) / place.median(_all_done(assembly.trainer.step), place.size(15, 1))
+    )
     assembly.close()
     if place.rehearsed:
-        return f"{ours:.0f} images/s; DDP {DEVICE_ONLY}", None
+        return f"{ours:.0f} images/s; DDP was not run, because it needs real devices", None
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={len(names())}", __file__, "ddp", str(place.seconds)]
+    command += [f"--nproc-per-node={len(gpu_names())}", __file__, "ddp", str(place.seconds)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=place.seconds / 2)
     theirs = json.loads(done.stdout.partition("RESULT ")[2])
     return f"{ours:.0f} images/s, DDP {theirs:.0f} ({ours / theirs:.2f} x)", None
 
 
 def ddp(place: Place):
-    """Measure torch's DistributedDataParallel, with one process per GPU, started by torchrun."""
+    """Measure torch's DistributedDataParallel, with one process per GPU, started by torchrun.
+
+    The first process prints the images per second of all GPUs.
+    """
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -188,4 +219,5 @@ def ddp(place: Place):
 
 
 if __name__ == "__main__":
-    main({f.__name__: f for f in (matrix, ways, cold, killed, beside_ddp, ddp)}, *sys.argv[1:])
+    functions = copies, transports, first_rounds, failing_kernel, beside_ddp, ddp
+    main({f.__name__: f for f in functions}, *sys.argv[1:])
