@@ -173,12 +173,14 @@ def test_the_commands_of_the_jobs_page_run(shell, tmp_path):
 
 def test_scheduler_lines_name_existing_files():
     """`sbatch`, `srun` and `pip` lines name scripts, commands, jobs and extras that exist."""
-    lines = [line for block in blocks("jobs/README.md") for line in block.splitlines()]
+    pages = ("jobs/README.md", "tools/docs/supercomputer.md")
+    code = [block for page in pages for kind in ("", "text") for block in blocks(page, kind)]
+    lines = [line for block in code for line in block.splitlines()]
     batch = [line for line in lines if "sbatch" in line or line.startswith("srun")]
     known = dict(every(cli.parser()))
     assert len(batch) >= 5
     jobs = ROOT / "jobs"
-    named = text("jobs/README.md")
+    named = "".join(map(text, pages))
     for line in batch:
         for path in re.findall(r"(?<= )[a-z]+\.sbatch", line):
             made = f">{path}\n" in named

@@ -3,8 +3,8 @@
     python tools/labs/unequal_members.py [--seeds 5] [--step 0.06] [--lines FILE]
 
 Members are threads; computing is a sleep before each step of a small model. The program prints the
-wall time in units of the ideal one, which is that of members that never wait, and compares the test
-losses with those of an equal H.
+wall time in units of the ideal time, in which no member ever waits, and compares the test losses
+with the losses for an equal H.
 """
 
 import argparse
@@ -44,7 +44,7 @@ PERIODS = {"auto": AUTO, "4": ("cadence.period=4",)}
 
 
 def run(folder: Path, seed: int, options, settings: tuple[str, ...]) -> dict:
-    """Train once; return loss, accuracy, wall time in units of the ideal one, and round lengths."""
+    """Train once; return loss, accuracy, wall time in units of the ideal time, and round lengths."""
     lock = threading.Lock()
     ready = threading.Barrier(len(SPEEDS))
     assemble = joining.assemble
