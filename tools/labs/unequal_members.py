@@ -44,7 +44,7 @@ PERIODS = {"auto": AUTO, "4": ("cadence.period=4",)}
 
 
 def run(folder: Path, seed: int, options, settings: tuple[str, ...]) -> dict:
-    """Train once; return loss, accuracy, wall time in units of the ideal time, and round lengths."""
+    """Train once; return loss, accuracy, wall time in ideal times, and the lengths of rounds."""
     lock = threading.Lock()
     ready = threading.Barrier(len(SPEEDS))
     assemble = joining.assemble
