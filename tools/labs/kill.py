@@ -364,9 +364,12 @@ def interrupt(
     if name == "TERM" and not early:
         assert code in (75, 0), f"exit code {code}: {errors[-900:]}"
     named = re.search(rf"rank {chosen}\b", errors) is not None
+    # If all other ranks wait for the lock inside torch, none of them can know who holds it.
+    names_lock = phase == "compile" and ".lock" in errors
     if name == "STOP" and code:
-        assert named, f"no message names rank {chosen}: {errors[-900:]}"
-    return f"exit code {code}{', message names the rank' if named else ''}", seconds
+        assert named or names_lock, f"no message names rank {chosen}: {errors[-900:]}"
+    what = "the rank" if named else "the compiler's lock" if names_lock else ""
+    return f"exit code {code}{what and f', message names {what}'}", seconds
 
 
 def has_compiler(rank: int) -> bool:
