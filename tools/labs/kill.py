@@ -444,7 +444,9 @@ def places(options, top: Path, draw: random.Random) -> Iterator[Series]:
         series = Series(f"in {where}, {ranks} ranks, {lost} at once")
         waits = []
         mark = {"evaluation": "e", "average": "g", "flush": "!", "training": ""}[where]
-        average = ["cadence.name=gossip-pga", "cadence.period=3"] * (where == "average")
+        average = ["algorithm.style=atc", "cadence.name=gossip-pga", "cadence.period=3"] * (
+            where == "average"
+        )
         for at in range(options.count or 20):
             # The log is written by the lowest surviving rank. To hit a flush, kill the lowest
             # ranks, all of them in the same step.
