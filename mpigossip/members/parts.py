@@ -5,8 +5,6 @@ consists of the elements of the flat parameters that belong to its slots, which 
 the elements with the same indices in all arrays of the model's size, such as momenta; and of the
 buffers of its slots. In a :class:`~mpigossip.store.checkpoint.NodeState` of a part, ``slot`` is the
 number of the rank, and ``pieces`` maps the name of each such array to its elements in the part.
-
-Files that hold rows of each parameter instead are joined by :mod:`mpigossip.store.rows`.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mpigossip.members.records import Shard
-from mpigossip.store import StoreError, rows
+from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
 
 
@@ -95,8 +93,6 @@ def joined(parts: Sequence[NodeState]) -> NodeState:
         the names of its optimizer state
     """
     first = parts[0]
-    if rows.is_divided(first):
-        return rows.joined(parts)
     arrays: dict[str, np.ndarray] = {}
     for part in parts:
         if (part.names, part.shapes, part.pieces.keys()) != (

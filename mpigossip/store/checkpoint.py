@@ -22,18 +22,16 @@ import shutil
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
 
-from mpigossip.store import StoreError, direct, guard, node_state, rows
+from mpigossip.store import StoreError, direct, guard, node_state
 from mpigossip.store import manifest as manifests
 from mpigossip.store.hdf5 import create, reading, sync, write_text, writing
 from mpigossip.store.manifest import FORMAT, MANIFEST, Entry, Manifest, Number
 from mpigossip.store.manifest import read as read_manifest
 from mpigossip.store.node_file import PIECE, node_file
-from mpigossip.store.node_reader import open_node
 from mpigossip.store.node_state import NodeState
 
 
@@ -295,6 +293,7 @@ def read_state(path: Path, entry: Entry, length: int, step: int) -> NodeState:
     :raises StoreError: if the file is missing or damaged, or has NaN or infinite values
     """
     with node_file(path, entry) as objects:
+        names, shapes = node_state.read_table(guard.rows(objects, "layout", "SiiiV"), length)
         arrays, pieces = (
             {
                 name.removeprefix(group): guard.array(objects, name)
@@ -303,57 +302,16 @@ def read_state(path: Path, entry: Entry, length: int, step: int) -> NodeState:
             }
             for group in ("arrays/", "pieces/")
         )
-        return _state(path, entry, length, step, objects, arrays, pieces)
-
-
-def read_parameters(path: Path, entry: Entry, length: int, step: int) -> tuple[NodeState, str]:
-    """Read the parameters of a file like :func:`read_state`, without its other arrays.
-
-    :return: the state, and the SHA-256 of all arrays of the file and their names, in the order of
-        the names. Only a piece of an array that is not returned is in memory at a time
-    """
-    with node_file(path, entry) as objects:
-        state = _state(path, entry, length, step, objects, {}, {})
-        sha = hashlib.sha256()
-        for name, item in sorted(objects.items()):
-            if isinstance(item, h5py.Dataset) and name not in ("layout", "numbers"):
-                sha.update(name.encode())
-                _hash(sha, state.parameters if name == "parameters" else item)
-        return state, sha.hexdigest()
-
-
-def _hash(sha: Any, data: Any) -> None:
-    """Add the bytes of an array or a dataset to a hash, piece by piece."""
-    if not data.shape or not data.size:
-        sha.update(np.asarray(data[()]).tobytes())
-        return
-    rows_per_piece = max(1, PIECE * len(data) // data.size)
-    for begin in range(0, len(data), rows_per_piece):
-        sha.update(np.ascontiguousarray(data[begin : begin + rows_per_piece]).data)
-
-
-def _state(
-    path: Path,
-    entry: Entry,
-    length: int,
-    step: int,
-    objects: dict[str, Any],
-    arrays: dict[str, np.ndarray],
-    pieces: dict[str, np.ndarray],
-) -> NodeState:
-    """Return the state in an open file, with the given arrays, after a check of its values."""
-    names, shapes = node_state.read_table(guard.rows(objects, "layout", "SiiiV"), length)
-    numbers = manifests.parse_facts(guard.text(objects, "numbers"), "numbers")
-    manifests.check_counters(numbers, step)
-    node_state.sharded_dims(numbers, shapes)
-    parameters = guard.array(objects, "parameters")
-    state = NodeState(parameters, names, shapes, arrays, numbers, entry.slot, pieces)
-    if problem := state.not_finite():
-        raise StoreError(
-            f"{Path(path) / entry.file} has {problem}, which older versions did not reject; to "
-            f"resume from the previous checkpoint, run: mv {path} {path}.damaged"
-        )
-    return state
+        numbers = manifests.parse_facts(guard.text(objects, "numbers"), "numbers")
+        manifests.check_counters(numbers, step)
+        parameters = guard.array(objects, "parameters")
+        state = NodeState(parameters, names, shapes, arrays, numbers, entry.slot, pieces)
+        if problem := state.not_finite():
+            raise StoreError(
+                f"{Path(path) / entry.file} has {problem}, which older versions did not reject; to "
+                f"resume from the previous checkpoint, run: mv {path} {path}.damaged"
+            )
+        return state
 
 
 def average(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
@@ -369,8 +327,6 @@ def _joined(parts: Sequence[NodeState]) -> NodeState:
         if two of them contain the same array
     """
     first = parts[0]
-    if rows.is_divided(first):
-        return rows.joined(parts)
     arrays = dict[str, np.ndarray]()
     for part in parts:
         same = (part.names, part.shapes, part.pieces.keys())
@@ -392,11 +348,11 @@ def digest(path: Path) -> str:
     This is the SHA-256 of the parameters of all nodes in node order, as little-endian float32.
     """
     sha = hashlib.sha256()
-    manifest = read_manifest(path)
-    for node in range(manifest.n):
-        with open_node(path, manifest.of(node), manifest.step) as reader:
-            for piece in reader.parameters():
-                sha.update(piece.tobytes())
+    for entry in read_manifest(path).entries:
+        with node_file(path, entry) as objects:
+            data = guard.dataset(objects, "parameters")
+            for start in range(0, len(data), PIECE):
+                sha.update(data[start : start + PIECE].tobytes())
     return sha.hexdigest()
 
 

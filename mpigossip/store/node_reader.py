@@ -16,14 +16,13 @@ from mpigossip.store import StoreError, guard, node_state
 from mpigossip.store import manifest as manifests
 from mpigossip.store.hdf5 import reading
 from mpigossip.store.manifest import Entry
-from mpigossip.store.node_file import PIECE, node_file
+from mpigossip.store.node_file import node_file
 
 
 class NodeReader:
     """Parameters and buffers of one node, which are read from its open files.
 
-    The files hold consecutive elements of the flat parameters, or, if their counters contain
-    `SHARDED_DIMS`, consecutive rows of each parameter.
+    Each file holds consecutive elements of the flat parameters.
     """
 
     def __init__(self, path: Path, files: Sequence[dict[str, Any]], step: int):
@@ -45,20 +44,8 @@ class NodeReader:
         """Names of the parameters, and their shapes."""
         facts = manifests.parse_facts(guard.text(first, "numbers"), "numbers")
         manifests.check_counters(facts, step)
-        self._dims = node_state.sharded_dims(facts, self.shapes)
         self._ends = [*accumulate(map(len, self._flat), initial=0)]
         self._begins = [*accumulate(map(prod, self.shapes), initial=0)]
-
-    def parameters(self) -> Iterator[np.ndarray]:
-        """Iterate over consecutive pieces of the flat parameters, each a 1-D float32 array."""
-        if self._dims is None:
-            length = self._ends[-1]
-            for begin in range(0, length, PIECE):
-                yield self._elements(begin, min(begin + PIECE, length))
-            return
-        for index, shape in enumerate(self.shapes):
-            for begin in range(0, prod(shape), PIECE):
-                yield self._rows(index, begin, min(begin + PIECE, prod(shape)))
 
     def read(self, index: int, begin: int, end: int) -> np.ndarray:
         """Return elements of a parameter as a 1-D float32 array.
@@ -68,11 +55,8 @@ class NodeReader:
         :param end: index after the last element
         :raises StoreError: if an element is NaN or infinite
         """
-        if self._dims is None:
-            first = self._begins[index]
-            values = self._elements(first + begin, first + end)
-        else:
-            values = self._rows(index, begin, end)
+        first = self._begins[index]
+        values = self._elements(first + begin, first + end)
         if not np.isfinite(values).all():
             raise StoreError(
                 f"{self._path} has NaN or infinite values in {self.names[index]}; export another "
@@ -87,25 +71,6 @@ class NodeReader:
             if first < end and begin < last:
                 parts.append(data[max(begin - first, 0) : min(end, last) - first])
         return np.concatenate(parts)
-
-    def _rows(self, index: int, begin: int, end: int) -> np.ndarray:
-        """Return elements of a parameter whose rows are distributed over the files."""
-        assert self._dims is not None
-        _shape, dim = self.shapes[index], self._dims[index]
-        count = len(self._files)
-        parts = []
-        first = 0
-        for rank, data in enumerate(self._flat):
-            local = node_state.shard_shapes(self.shapes, self._dims, rank, count)
-            offset = sum(map(prod, local[:index]))
-            size = prod(local[index])
-            if dim == 0:
-                low, high = max(begin - first, 0), min(end - first, size)
-                parts.append(data[offset + low : offset + max(low, high)])
-            else:
-                parts.append(data[offset : offset + size].reshape(local[index]))
-            first += size
-        return np.concatenate(parts) if dim == 0 else np.concatenate(parts, dim).ravel()[begin:end]
 
     def _buffers(self) -> Iterator[tuple[int, str, h5py.Dataset]]:
         """Iterate over the buffers in the files: slot, name and dataset."""

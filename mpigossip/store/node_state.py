@@ -1,6 +1,5 @@
 """State of a node in a checkpoint, its table of parameters, and averages of states."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from mpigossip.store.manifest import Number
 
 DIMENSIONS = 32
 """Largest number of dimensions of a parameter."""
-FINITE = ("parameters", "arrays/state/", "arrays/torch/", "pieces/state/", "pieces/torch/")
+FINITE = ("parameters", "arrays/state/", "arrays/torch/", "pieces/state/")
 """Prefixes of the datasets that must be finite, in addition to `NORMS`. Other buffers can be masks
 with −∞, and a user's own state can have any value.
 """
@@ -23,12 +22,6 @@ NORMS = ("running_mean", "running_var")
 LOOSE = ("torch/", "own/", "rng/")
 """Prefixes of arrays of a custom loop that may be missing on some nodes, because an optimizer has
 no state for parameters that its node never used.
-"""
-
-
-SHARDED_DIMS = "sharded_dims"
-"""Name of the counter with the sharded dimension of each parameter, as a JSON list, in the files of
-a model whose ranks hold rows of each parameter, as FSDP2 divides it.
 """
 
 
@@ -82,57 +75,6 @@ class NodeState:
             return f" of slot {self.slot}"
         ends = np.cumsum([math.prod(shape) for shape in self.shapes])
         return f", the first in {self.names[np.searchsorted(ends, index, side='right')]}"
-
-
-def range_of_rows(count: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return the first row of a rank, and the number of its rows.
-
-    As in FSDP2, each rank has ⌈count/ranks⌉ rows; the last ranks may have fewer, or none.
-
-    :param count: number of rows of all ranks
-    :param ranks: number of ranks
-    :param rank: number of the rank
-    """
-    each = -(-count // ranks)
-    begin = min(each * rank, count)
-    return begin, min(each, count - begin)
-
-
-def shard_shapes(
-    shapes: Sequence[tuple[int, ...]], dims: Sequence[int], rank: int, ranks: int
-) -> list[tuple[int, ...]]:
-    """Return the shapes of a rank's shards of all parameters.
-
-    :param shapes: shapes of the parameters
-    :param dims: sharded dimension of each parameter
-    :param rank: number of the rank
-    :param ranks: number of ranks
-    """
-    return [
-        (*shape[:dim], range_of_rows(shape[dim], ranks, rank)[1], *shape[dim + 1 :])
-        for shape, dim in zip(shapes, dims, strict=True)
-    ]
-
-
-def sharded_dims(
-    numbers: Mapping[str, Number], shapes: Sequence[tuple[int, ...]]
-) -> tuple[int, ...] | None:
-    """Return the sharded dimension of each parameter; None if files hold consecutive elements.
-
-    :param numbers: counters of a file
-    :param shapes: shapes of the parameters
-    :raises ValueError: if the counter `SHARDED_DIMS` is no list of such dimensions
-    """
-    if SHARDED_DIMS not in numbers:
-        return None
-    text = str(numbers[SHARDED_DIMS])
-    dims = json.loads(text)
-    fits = isinstance(dims, list) and len(dims) == len(shapes)
-    if not fits or not all(
-        type(dim) is int and 0 <= dim < len(shape) for dim, shape in zip(dims, shapes, strict=True)
-    ):
-        raise ValueError(f"{SHARDED_DIMS} = {text[:60]}: must name a dimension of each parameter")
-    return tuple(dims)
 
 
 def table(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> np.ndarray:

@@ -10,8 +10,9 @@ from torch.distributed import checkpoint as dcp
 
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import write_state
+from mpigossip.store.manifest import Entry
 from mpigossip.store.node_reader import open_node
-from mpigossip.store.node_state import SHARDED_DIMS, NodeState, shard_shapes
+from mpigossip.store.node_state import NodeState
 from mpigossip.store.tensor_files import BFLOAT16, Tensor, divide, of_array, write
 
 KINDS = ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u1", "?", ">f4")
@@ -124,34 +125,23 @@ def test_the_reader_of_torch_reads_equal_tensors(tmp_path, most):
 SHAPES = ((7, 3), (5,), (2, 6, 3))
 
 
-def node_files(folder, count, dims=None):
+def node_files(folder, count):
     """Write the files of a node of ``count`` ranks; return their entries and the parameters."""
     values = [np.random.default_rng(k).standard_normal(s, "f4") for k, s in enumerate(SHAPES)]
     flat = np.concatenate([value.ravel() for value in values])
     names = tuple(f"w{k}" for k in range(len(SHAPES)))
-    numbers = {"index": 1} | ({} if dims is None else {SHARDED_DIMS: json.dumps(dims)})
-    begins = [0] * len(SHAPES)
     entries = []
     for rank in range(count):
         part = np.array_split(flat, count)[rank]
-        if dims is not None:
-            shapes = shard_shapes(SHAPES, dims, rank, count)
-            pieces = []
-            for k, (shape, dim) in enumerate(zip(shapes, dims, strict=True)):
-                piece = values[k].take(range(begins[k], begins[k] + shape[dim]), dim)
-                pieces.append(piece.ravel())
-                begins[k] += shape[dim]
-            part = np.concatenate(pieces)
         arrays = {f"buffers/{rank}/mean": np.full(2, rank, "f4")}
-        state = NodeState(part, names, SHAPES, arrays, numbers, rank)
+        state = NodeState(part, names, SHAPES, arrays, {"index": 1}, rank)
         entries.append(write_state(folder / f"node-0000-{rank:04d}.h5", 0, state))
     return entries, values
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("dims", [None, [0, 0, 0], [1, 0, 2]])
-def test_parameters_of_several_files_are_read_piece_by_piece(tmp_path, count, dims):
-    entries, values = node_files(tmp_path, count, dims)
+def test_parameters_of_several_files_are_read_piece_by_piece(tmp_path, count):
+    entries, values = node_files(tmp_path, count)
     with open_node(tmp_path, entries, 1) as reader:
         assert reader.shapes == SHAPES
         for k, value in enumerate(values):
@@ -161,10 +151,16 @@ def test_parameters_of_several_files_are_read_piece_by_piece(tmp_path, count, di
         np.testing.assert_array_equal(reader.buffers()["mean"], np.full(2, (count - 1) / 2))
 
 
-def test_invalid_dimensions_are_rejected(tmp_path):
-    for dims in ([0, 1, 0], [0, 0], "0", [0, 0, True]):
-        numbers = {"index": 1, SHARDED_DIMS: json.dumps(dims)}
-        state = NodeState(np.zeros(62, "f4"), ("a", "b", "c"), SHAPES, {}, numbers, 0)
-        entries = [write_state(tmp_path / "node-0000-0000.h5", 0, state)]
-        with pytest.raises(StoreError, match=SHARDED_DIMS), open_node(tmp_path, entries, 1):
-            pass
+@pytest.mark.parametrize(
+    ("file", "slot"),
+    [
+        ("node-0003-0002.h5", 2),
+        ("node-0003.h5", None),
+        ("000004-0123456789abcdef-0001.h5", 1),
+        ("000004-0123456789abcdef-0001.kept.h5", 1),
+        ("000004-0123456789abcdef.h5", None),
+        ("000004-0123456789abcdef.kept.h5", None),
+    ],
+)
+def test_the_name_of_a_file_contains_the_slot_or_rank(file, slot):
+    assert Entry(0, file, 0, "", 0).slot == slot
