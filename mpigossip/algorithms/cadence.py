@@ -206,10 +206,15 @@ def every(
 def period_of(options: Mapping[str, Any]) -> int:
     """Return the period H of the options of `[cadence]`, in steps.
 
-    For H = "auto", this is the smallest one; without any, it is 1.
+    For H = "auto", this is the smallest H; for a list with the H of each node, the largest; and
+    without an H, 1.
+
+    :param options: settings of the section by name
     """
     period = options.get("period", 1)
-    return int(options.get("shortest", 4) if period == "auto" else period)
+    if period == "auto":
+        return int(options.get("shortest", 4))
+    return max(period) if isinstance(period, Sequence) else int(period)
 
 
 def cpsgd(*, period: Period | ByNode = 8, fragments: Positive = 1, delay: Count = 0) -> Cadence:

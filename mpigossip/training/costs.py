@@ -228,7 +228,7 @@ def exchanges(subject: Subject, n: int, period: float | None = None) -> Exchange
         return Exchanges(parts, max(STEPS, round(PERIODS * period)), subject.module)
     if cadence.kinds == {ExchangeKind.GOSSIP}:
         return Exchanges(parts, module=subject.module)
-    longest = max(cadence.periods, default=period_of(job.cadence.options))
+    longest = period_of(job.cadence.options)
     steps = longest * -(-STEPS // longest)  # a multiple of the period
     return Exchanges(parts, steps, subject.module)
 

@@ -32,7 +32,9 @@ class Killed(BaseException):
 class Bad(RecordStore):
     """Faulty disk of one member: stale listings, lost replies, sometimes full.
 
-    ``kill_at``: number of the operation at which the member is killed.
+    ``kill_at``: number of the operation at which the member is killed. ``dead``: event that is then
+    set, because the operation may belong to the thread that writes models, whose exception nobody
+    sees at once.
     """
 
     root: Path
@@ -45,6 +47,7 @@ class Bad(RecordStore):
     operations: int = 0
     cache: dict = field(default_factory=dict)
     faults: Faults | None = None
+    dead: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self):
         super().__init__(self.root, self.shared)
@@ -53,6 +56,7 @@ class Bad(RecordStore):
     def path(self, name):
         here.faults = self.faults
         if self.operations >= self.kill_at:
+            self.dead.set()
             raise Killed
         self.operations += 1
         return super().path(name)
@@ -177,11 +181,13 @@ class ThreadRanks(OneRank):
         return [value, *(self.get("shard", rank) for rank in range(1, self.part.ranks))]
 
 
-def member_of_ranks(disks: list[RecordStore], plan: TrainingPlan, **how) -> str:
+def member_of_ranks(disks: list[Bad], plan: TrainingPlan, **how) -> str:
     """Run a member with a rank, which is a thread, for each disk; return how it ended."""
     count = len(disks)
     each = 4 // count
     dead = threading.Event()
+    for disk in disks:
+        disk.dead = dead
     queues: dict = defaultdict(queue.SimpleQueue)
     for rank in range(1, count):  # not in several threads
         for name in ("decision", "answer", "shard"):

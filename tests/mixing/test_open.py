@@ -24,6 +24,6 @@ def test_every_entry_names_a_class_and_unknown_mixers_are_rejected():
     for asked, where in mixing.MIXERS:
         assert mixing.mixer_class(asked, where).synchronous is (asked != "asynchronous")
     with pytest.raises(
-        ValueError, match='node.mixer = "asynchronous": .* devices; choose "synchronous"$'
+        ValueError, match='node.mixer = "asynchronous": .* "devices"; choose "synchronous"$'
     ):
         mixing.mixer_class("asynchronous", "devices")

@@ -16,7 +16,8 @@ from mpigossip import cli
 from mpigossip.members.live import digest, read_model
 from mpigossip.members.parts import Part, cut, joined, parts_of
 from mpigossip.members.place import Place, TrainingPlan
-from mpigossip.members.records import RecordStore, Round, Shard, Unusable, parse
+from mpigossip.members.records import RecordStore, Round, Shard, Start, Unusable, parse
+from mpigossip.runs.members.fork import fork
 from mpigossip.runs.members.replay import matches, replay
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
@@ -124,7 +125,7 @@ def test_a_record_lists_shards_only_if_there_are_several(record):
     text = record.encode()
     with pytest.raises(Unusable, match="invalid name"):
         parse(text.replace(b"-0001.h5", b"-0001/../x.h5"), "r", Round)
-    with pytest.raises(Unusable, match='"shards" contains'):
+    with pytest.raises(Unusable, match='"shards" has the invalid entry'):
         parse(text.replace(b', "shards": [[', b', "shards": [["x"], ['), "r", Round)
 
 
@@ -189,3 +190,10 @@ def test_members_of_2_and_4_ranks_and_of_one_process_train_together(tmp_path):
     message = replay(folder)
     digest_of = alone.stdout.partition("'digest': '")[2][:64]
     assert "every digest is equal" in message and digest_of in message
+    assert digest_of in fork(folder, 4, tmp_path / "same")
+    fork(folder, 4, tmp_path / "other", ["schedule.lr=0.001"])
+    names = sorted((tmp_path / "other/chain").glob("*/*"))
+    records = [parse(name.read_bytes(), "r", Round, Start) for name in names]
+    changed = [r for r in records if isinstance(r, Round) and r.age > 4]
+    # A fork has no files of ranks, and each changed model has the digest of the whole model.
+    assert changed and not any(record.shards for record in changed)

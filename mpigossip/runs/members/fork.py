@@ -177,7 +177,9 @@ class ForkLog(ReplayLog):
             super().check(version, state)
             return
         index = int(state.numbers["index"])
-        record = replace(self.round(version), digest=digest(state), step=index, claim="")
+        # A fork stores no models, so its record names no files of ranks either.
+        sha = digest(state)
+        record = replace(self.round(version), digest=sha, step=index, claim="", shards=())
         self.rounds[version] = record
         if self.uses[version]:
             self.models[version] = state
