@@ -289,7 +289,8 @@ def adpsgd(
         test with LeNet, the period then fell to 1
     :param low: factor of the lower threshold
     :param high: factor of the upper threshold
-    :param total: number of steps of the run; None: the number of steps of the job
+    :param total: number of steps of the run; None: the number of steps in all epochs of the job,
+        even if `run.steps` ends the run earlier. A custom loop has to pass a number
     """
     last_sample = sampling * (total or 0)
     first_sample = skip * last_sample

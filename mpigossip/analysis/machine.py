@@ -167,7 +167,12 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
 
 
 def _with_data(job: Job, what: Subject) -> Job:
-    """Return the job; if this host lacks its data, replace them by synthetic samples."""
+    """Return the job; if this host lacks its data, replace them by synthetic samples.
+
+    :param job: the job
+    :param what: sizes of the job, which tell how many samples the measurement needs
+    :raises JobError: if the missing data are tokens, for which there are no synthetic samples
+    """
     dataset, missing = data_or_stand_in(job)
     dataset.close()
     if missing and dataset.dtype == torch.int64:

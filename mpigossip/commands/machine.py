@@ -349,8 +349,8 @@ def _check_plan(options) -> None:
         )
     if options.members and options.bandwidth is None:
         raise JobError(
-            "--members needs --bandwidth B, the bytes per second of the folder's file system, "
-            "such as 5GB/s"
+            "--members needs --bandwidth B, the bytes per second of the file system with the "
+            "members' folder, such as 5GB/s"
         )
     if (options.members and options.json) or ((options.members or options.best) and options.out):
         raise JobError("--members excludes --json and --out, and --best excludes --out: omit them")

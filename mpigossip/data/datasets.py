@@ -216,7 +216,16 @@ def same_content(left: bytes, right: bytes) -> bool:
 
 
 def _hash_into(sha: Any, projections: list[float], value: Any, values: bool) -> None:
-    """Add a nested value to a SHA-256, and its floating-point numbers to ``projections``."""
+    """Add a nested value to a SHA-256, except its floating-point numbers.
+
+    For each array of these, a projection and the norm (see :func:`_project`) are appended to
+    ``projections``, because they may differ by rounding.
+
+    :param sha: object of hashlib that is updated
+    :param projections: list of all projections and norms so far
+    :param value: nested mappings, lists and tuples of tensors, arrays and numbers
+    :param values: whether the values count; otherwise, only types and shapes are added
+    """
     if isinstance(value, Mapping):
         for key, item in value.items():
             sha.update(f"{key!r}:".encode())

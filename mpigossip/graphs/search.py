@@ -180,8 +180,9 @@ def search(
         interrupted = True
     if not best.edges:
         raise GraphError(
-            f"the search of {n} nodes ended after {budget.elapsed:.3g} s without a connected "
-            "graph; give it more time or edges"
+            f"the search of {n} nodes with at most {task.edges} edges ended after "
+            f"{budget.elapsed:.3g} s without a connected graph; increase seconds, evaluations or "
+            "edges"
         )
     return _result(task, best, seed, interrupted)
 

@@ -117,6 +117,8 @@ def from_value(value: Any) -> Graph:
     """Return the graph of a networkx graph, a mixing matrix, or a sequence of either.
 
     A `Graph` is returned unchanged.
+
+    :raises GraphError: if the value has another type, or is no valid graph
     """
     if isinstance(value, Graph) or is_network(value):
         return value if isinstance(value, Graph) else from_networkx(value)
@@ -146,19 +148,19 @@ def _call(function: Callable, name: str, options: Mapping[str, Any], **arguments
 def from_function(function: Any, n: int, seed: int = 0, **options: Any) -> Graph:
     """Return the graph that a function defines.
 
-    function(n, seed) returns a complete graph, as anything that :func:`from_value` accepts. If the
-    function has a parameter t, it returns round t only. With the option ``period``, it is called at
-    once for the rounds 0 … period − 1, which then repeat. With the option ``degree``, which
-    requires that the function is given by its name, it is called for each round when the round is
-    needed.
+    function(n, seed) returns all rounds of the graph, in any form that :func:`from_value` accepts.
+    If the function has a parameter t, it returns round t only. With the option ``period``, it is
+    called at once for the rounds 0 … period − 1, which then repeat. With the option ``degree``,
+    which requires that the function is given by its name, it is called for each round when the
+    round is needed.
 
     :param function: function, or its name "module:function"
     :param n: number of nodes
     :param seed: seed that is passed to the function
     :param options: options of the function. A function of t also needs ``period``, or ``degree``,
         the largest number of in-neighbours of a node in any round
-    :raises GraphError: if the function fails, returns no graph, or round 0 differs between two
-        calls
+    :raises GraphError: if the function fails or returns no graph, if ``period`` or ``degree`` is
+        missing or invalid for a function of t, or if round 0 differs between two calls
     """
     name = function if isinstance(function, str) else getattr(function, "__name__", "function")
     if is_named := function is name:

@@ -340,9 +340,14 @@ def packed(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, torch.Tensor):
+        raise JobError(
+            f"save: {path} is a tensor of {value.dtype}, which a checkpoint can't contain; convert "
+            f"it to one of {', '.join(TYPES)}"
+        )
     raise JobError(
         f"save: {path} is a {type(value).__name__}: a checkpoint can contain tensors, numbers, "
-        "strings, and lists, tuples and dicts of these"
+        "strings, None, and lists, tuples and dicts of these; convert it, or leave it out"
     )
 
 

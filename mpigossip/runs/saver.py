@@ -156,10 +156,10 @@ class Saver:
 
         :param step: number of steps done at the checkpoint
         :param errors: messages or exceptions, equal on all ranks
-        :param gone: whether the folder was removed while it was written, which never raises an
-            error
+        :param gone: whether the checkpoint's folder was removed while it was written; training then
+            continues regardless of the setting, unless a node has infinite or NaN values
         :raises NonFiniteError: if a node has infinite or NaN values
-        :raises JobError: if `checkpoint.on_error` is "stop"
+        :raises JobError: if `checkpoint.on_error` is "stop" and ``gone`` is false
         """
         error = max(errors, key=lambda candidate: isinstance(candidate, NonFiniteError))
         text = f"the checkpoint of step {step} could not be written: {error}"

@@ -159,7 +159,8 @@ def _typed(entries: Any, default: type = object) -> dict[str, Any]:
     """
     if not isinstance(entries, dict) or "finished" in entries and not entries.keys() >= NEEDED:
         raise ValueError(
-            f"its summary or environment is no table, or lacks one of {', '.join(sorted(NEEDED))}"
+            "its summary or environment is no table, or the summary of the finished run lacks one "
+            f"of {', '.join(sorted(NEEDED))}"
         )
     kinds = dict.fromkeys(TEXTS, str) | dict.fromkeys(NUMBERS, int | float)
     kinds |= dict.fromkeys(str(entries.get("metrics", "")).split(), int | float)
