@@ -38,8 +38,10 @@ JOB = [
     "checkpoint.every_steps=0",
     "members.lease_s=600",
 ]
-AUTO = ("cadence.period=auto", "cadence.shortest=4", "cadence.longest=16")
-PERIODS = {"auto": AUTO, "4": ("cadence.period=4",)}
+CHUNK_STEPS = 4
+"""Number of steps in a chunk, for all settings that are compared."""
+AUTO = ("cadence.period=auto", f"cadence.shortest={CHUNK_STEPS}", "cadence.longest=16")
+PERIODS = {"auto": AUTO, "4": (f"cadence.period={CHUNK_STEPS}",)}
 """Settings of H that are compared."""
 
 
@@ -84,10 +86,12 @@ def run(folder: Path, seed: int, options, settings: tuple[str, ...]) -> dict:
                 thread.join()
     finally:
         joining.assemble = assemble
-    ideal = options.steps * options.step / sum(SPEEDS)
     wall = max(one["ended"] for one in results) - min(begun)
     records = [json.loads(path.read_text()) for path in folder.glob("chain/??????/??????")]
     lengths = Counter(record["chunks"] for record in records if record["kind"] == "round")
+    # The training may end before options.steps, because the job limits its epochs.
+    trained_steps = CHUNK_STEPS * sum(chunks * count for chunks, count in lengths.items())
+    ideal = trained_steps * options.step / sum(SPEEDS)
     if not options.unrepeated:
         with redirect_stdout(io.StringIO()):
             replay(folder)
