@@ -328,10 +328,10 @@ def sparseloco(local: Local, *, outer_lr: AboveZero = 1.0, memory: Share = 0.95)
 def sparta(local: Local) -> Algorithm:
     """Average a small fraction of the parameters at each step.
 
-    This is SPARTA (2025, as in exogym). After x ← x − lr · d, the elements that the wire "shared-k"
-    selects, which are the same on all nodes, are replaced by their average: over all nodes with the
+    This is SPARTA, as in EXO Gym (2025). After x ← x − lr · d, the elements that the wire
+    "shared-k" selects, which are the same on all nodes, are replaced by their average: over all nodes with the
     cadence "global", over neighbours with "always". ``node.density``, the fraction of the elements,
-    is 0.001 to 0.01 in exogym.
+    is 0.001 to 0.01 in EXO Gym.
     """
 
     def send(x, g, state, out, step: Step):

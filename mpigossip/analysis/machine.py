@@ -177,8 +177,9 @@ def _with_data(job: Job, what: Subject) -> Job:
     dataset.close()
     if missing and dataset.dtype == torch.int64:
         raise JobError(
-            f"{missing}; there are no synthetic tokens: name a packed text, or pass the time of "
-            "forward and backward, such as --compute 80ms"
+            f'data.source = "{job.data.source}" is not on this host, and there are no synthetic '
+            "tokens: set data.source to a packed text, or pass the time of forward and backward, "
+            "such as --compute 80ms"
         )
     count = max(job.data.samples, what.per_step * (WARM_UP + MAX_STEPS))
     synthetic = replace(job.data, source="synthetic", samples=count, augment="none")

@@ -178,9 +178,10 @@ def from_function(function: Any, n: int, seed: int = 0, **options: Any) -> Graph
 
     if type(stated) is not int or not 0 < stated <= 1 << 16 or not (is_named or period):
         raise GraphError(
-            f'graph "{name}" is a function of t: with its name "module:function", give degree=…, '
-            "the largest number of in-neighbours; otherwise give the period of the rounds, "
-            f"mpigossip.graph(function, n, period=…); got period = {period}, degree = {degree}"
+            f'graph "{name}" is a function of t: give an integer period, of 1 to {1 << 16} rounds, '
+            'which then repeat; or, if the graph is given by its name "module:function", a degree, '
+            f"the largest number of in-neighbours; got period = {period}, degree = {degree}; for "
+            "example mpigossip.graph(function, n, period=4)"
         )
     if period:
         return Graph(Cycle(tuple(draw(n, seed, t) for t in range(period))), name)
@@ -280,7 +281,11 @@ def _edges(edges: Any, n: int, directed: bool, path: Path) -> SparseMatrix:
             f'graph file "{path}": n = {n}: a graph in a file must have 1 to {NODES} nodes'
         )
     if len(pairs) and (pairs.min() < 0 or pairs.max() >= n):
-        raise GraphError(f'graph file "{path}": an edge leads outside the nodes 0 … {n - 1}')
+        outside = pairs[((pairs < 0) | (pairs >= n)).any(axis=1)][0].tolist()
+        raise GraphError(
+            f'graph file "{path}": the edge {outside} leads outside the nodes 0 … {n - 1}: number '
+            "the nodes from 0, or increase n"
+        )
     if (pairs[:, 0] == pairs[:, 1]).any() or len(np.unique(ends, axis=0)) < len(ends):
         raise GraphError(
             f'graph file "{path}": an edge occurs twice or joins a node to itself: list each edge '

@@ -123,7 +123,8 @@ class Correction(NamedTuple):
 class Delayed(Simulated):
     """Asynchronous mixer of all n nodes; the delay table gives the age of each received model.
 
-    The sum of ``mixed`` plus the corrections in flight (:meth:`pending`) is the sum of ``sent``.
+    A round preserves the sum over all nodes: the sum of ``mixed`` plus the corrections in flight
+    (:meth:`pending`) after the round equals the sum of ``sent`` plus those in flight before it.
     """
 
     synchronous = False

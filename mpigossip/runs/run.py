@@ -225,8 +225,8 @@ class Run:
         """Keep the metrics of a step until :meth:`close_step`, and ask the hooks whether to stop.
 
         :param record: metrics of the step
-        :param samples: number of samples of the step; None: use the metric "samples" that the
-            program logs
+        :param samples: number of samples of the step over all nodes; None: use the metric
+            "samples" that the program logs, which counts the samples of this rank
         """
         self.last = record
         self._samples = samples

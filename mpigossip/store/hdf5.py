@@ -184,7 +184,8 @@ def attribute_text(text: str, max_bytes: int) -> np.ndarray | str:
 def write_text(group: h5py.Group, name: str, text: str) -> None:
     """Write a text as a dataset of fixed length.
 
-    A dataset can have any size and, unlike HDF5's heap, has checksums.
+    Unlike an attribute, a dataset can have any size. Unlike a text of variable length, it is not
+    stored in HDF5's heap. The checksum of the whole file covers its bytes.
     """
     data = fixed(text)
     group.create_dataset(name, data=data, dtype=data.dtype)

@@ -75,8 +75,8 @@ def of_array(name: str, array: np.ndarray) -> Tensor:
     array = np.ascontiguousarray(array).reshape(array.shape)
     if array.dtype.newbyteorder("<").str not in DTYPES:
         raise StoreError(
-            f'"{name}" is {array.dtype}, which a safetensors file can\'t contain: name a file that '
-            "ends in .pt"
+            f'"{name}" has the dtype {array.dtype}, which a safetensors file can\'t contain: '
+            f"convert it in the model to one of {', '.join(sorted(DTYPES.values()))}"
         )
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return Tensor(name, DTYPES[little.dtype.str], array.shape, lambda: [little])

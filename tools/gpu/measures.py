@@ -611,7 +611,8 @@ def digests(place: Place, w):
 def print_result(result, world=None) -> None:
     """Print the line "RESULT …", which check.py reads, on rank 0.
 
-    :param result: pair of a text and whether it is good, or another value for JSON
+    :param result: pair (text, whether the check has passed), or another value that can be written
+        as JSON
     :param world: ranks of the measurement; None: a single process
     """
     if world is None or world.rank == 0:

@@ -247,8 +247,8 @@ class Averager:
         check_default_device(f"Averager.{call}()")
         if self._closed:
             raise JobError(
-                f"{call}: this Averager is closed, because its world or its with block has ended; "
-                "create a new one"
+                f"{call}: this Averager is closed, because close() was called, or its with block "
+                "or its world has ended; create a new Averager"
             )
         check_process()
         self._form.check(call, array, out=out)

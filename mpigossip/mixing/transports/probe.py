@@ -48,7 +48,10 @@ process."""
 
 @dataclass
 class OpenedTransport:
-    """Transport between GPUs, the buffers of its messages, and its name with the reason for it."""
+    """Transport between GPUs, the buffers of its messages, and a text with its name.
+
+    If there is a reason why the transport was chosen, the text contains it, too.
+    """
 
     transport: Transport
     buffers: DeviceBuffers
