@@ -329,9 +329,9 @@ def sparta(local: Local) -> Algorithm:
     """Average a small fraction of the parameters at each step.
 
     This is SPARTA, as in EXO Gym (2025). After x ← x − lr · d, the elements that the wire
-    "shared-k" selects, which are the same on all nodes, are replaced by their average: over all nodes with the
-    cadence "global", over neighbours with "always". ``node.density``, the fraction of the elements,
-    is 0.001 to 0.01 in EXO Gym.
+    "shared-k" selects, which are the same on all nodes, are replaced by their average: over all
+    nodes with the cadence "global", over neighbours with "always". ``node.density``, the fraction
+    of the elements, is 0.001 to 0.01 in EXO Gym.
     """
 
     def send(x, g, state, out, step: Step):
