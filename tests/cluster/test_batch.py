@@ -220,7 +220,7 @@ def test_a_site_without_a_launcher_for_several_ranks_is_rejected():
             ["--ranks", "3"],
             "--ranks 3: must be a multiple of node.ranks_per_node = 2",
         ),
-        (["node.ranks_per_node=2"], ["--ranks", "0"], "--ranks: 0: must be at least 1"),
+        (["node.ranks_per_node=2"], ["--ranks", "0"], '--ranks: "0": must be at least 1'),
         # three hosts of the scheduler with two of our nodes each
         (
             ["node.ranks_per_node=2", "graph.name=one-peer-hypercube"],

@@ -88,8 +88,8 @@ def test_exact_first_rounds_do_not_imply_exact_later_ones():
 
 def test_wrong_functions_and_rounds_are_rejected():
     cases = [
-        ("drawn", {}, "give degree="),
-        ("drawn", {"degree": 0}, "give degree=.*got period = None, degree = 0"),
+        ("drawn", {}, "a degree, .*got period = None, degree = None"),
+        ("drawn", {"degree": 0}, "a degree, .*got period = None, degree = 0"),
         ("drawn", {"degree": 1, "scales": 2}, "unexpected keyword argument 'scales'"),
         ("nothing", {}, "has no nothing"),
         ("HERE", {}, "is of type str"),
@@ -103,8 +103,8 @@ def test_wrong_functions_and_rounds_are_rejected():
         (["ring", "star"], "mixing matrix 0 is not an array of numbers"),
         (3, "a int is not a graph"),
         (nx.Graph([(0, 1, {"weight": "far"})]), '"weight" of an edge must be a number'),
-        (drawn, "its name .module:function.*give degree=…"),
-        (lambda t: A, "mpigossip.graph\\(function, n, period=…\\)"),
+        (drawn, "its name .module:function., a degree"),
+        (lambda t: A, "mpigossip.graph\\(function, n, period="),
         (lambda n: 1 / 0, "called with {'n': 3, 'seed': 0}: ZeroDivisionError at .*test_networks"),
         (np.stack([A, B]), "has 3 nodes, but 4 are needed"),
     ]:
