@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from mpigossip.algorithms.base import NoState
-from mpigossip.config import BuilderSpec
+from mpigossip.config import BuilderSpec, JobError
 from mpigossip.config.limits import (
     AboveZero,
     Count,
@@ -195,9 +195,15 @@ def every(
     :param fragments: P, number of fragments
     :param delay: τ in steps, at most ⌊H/P⌋
     :param shortest: smallest H of a member with period = "auto", and steps in a chunk
-    :param longest: largest H of a member with period = "auto"
+    :param longest: largest H of a member with period = "auto", at least ``shortest``
+    :raises JobError: if ``longest`` is smaller than ``shortest``
     """
     if period == "auto":
+        if longest < shortest:
+            raise JobError(
+                f"cadence.longest = {longest}: is smaller than cadence.shortest = {shortest}; give "
+                "at least this number"
+            )
         cadence = _in_turn(ExchangeKind.GOSSIP, shortest, fragments, delay)
         return cadence._replace(longest_round=max(1, longest // shortest))
     return _in_turn(ExchangeKind.GOSSIP, period, fragments, delay)

@@ -55,15 +55,18 @@ def layout(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def rounds_late(own: Sequence[int], age: int) -> int:
+def rounds_late(own: Sequence[int], began: int) -> int:
     """Return by how many of a member's own rounds a peer's model is late.
 
-    :param own: ages of the models of the member's last rounds (`Round.age`), oldest first
-    :param age: age of the peer's model (`Round.age`)
-    :return: number of ages in ``own`` that are greater than ``age``; at most ``len(own) - 1``, so
+    The beginnings of rounds are compared, because a member that trains more chunks in a round
+    than its peer ends the round with a larger age.
+
+    :param own: ages at which the member's last rounds began (`Round.began`), oldest first
+    :param began: age at which the peer's round began
+    :return: number of ages in ``own`` that are greater than ``began``; at most ``len(own) - 1``, so
         that it is an index into ``own`` from its end
     """
-    return max(0, min(sum(own_age > age for own_age in own), len(own) - 1))
+    return max(0, min(sum(own_began > began for own_began in own), len(own) - 1))
 
 
 def correct_for_age(state: NodeState, now: NodeState, then: NodeState, late: int) -> NodeState:
@@ -501,7 +504,13 @@ class FolderExchange:
         return self.place.now() - self._chunk_time
 
     def _measure_chunk(self) -> None:
-        """Set the place's seconds per chunk to the median of the last `MEASURED_ROUNDS` rounds."""
+        """Set the place's seconds per chunk to the median of the last `MEASURED_ROUNDS` rounds.
+
+        If all rounds have one chunk, nothing is measured, so that records stay as they were in
+        earlier versions.
+        """
+        if self.place.plan.longest == 1:
+            return
         # A subtracted outage may make a short time negative.
         seconds = max(0.0, self.round_seconds()) / self.place.chunks
         self._chunk_seconds = [*self._chunk_seconds[1 - MEASURED_ROUNDS :], seconds]
@@ -519,13 +528,13 @@ class FolderExchange:
             self.written()
 
         def prepare() -> tuple[Round, int]:
-            self.written()
             self._measure_chunk()
+            self.written()
             return place.draft(int(state.numbers["index"])), place.remaining
 
         draft, claim = self.decide(prepare)
         saved = replace(state, arrays={}, pieces={})
-        self._last_models = [*self._last_models[1 - KEEP :], (draft.age, saved)]
+        self._last_models = [*self._last_models[1 - KEEP :], (draft.began, saved)]
 
         def work() -> None:
             if self.ranks.rank and self.ranks.part is None:
@@ -632,7 +641,7 @@ class FolderExchange:
             return None
         (state,) = self.local_parts([version])
         self.peer_weight = peer_weight(self.chunks, version.chunks)
-        rounds = rounds_late([age for age, _ in self._last_models], version.age)
+        rounds = rounds_late([began for began, _ in self._last_models], version.began)
         return correct_for_age(
             state, self._last_models[-1][1], self._last_models[-1 - rounds][1], rounds
         )

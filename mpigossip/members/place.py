@@ -38,6 +38,8 @@ KEEP = 3
 OLD = 4 * BEHIND
 """Difference in age from the newest model, in rounds of the largest length, at which the models of
 a closed place are removed: no member starts with them any more."""
+ROUNDS_PER_LEASE = 5
+"""Smallest number of rounds that a lease has to last."""
 LEASES = 16
 """Largest number of leases for which a member may be silent."""
 
@@ -165,6 +167,7 @@ class Place:
         self.remaining = 0
         self.chunks = 1
         self.chunk_s = 0.0
+        self._chunk_s_of: dict[int, float] = {}
         self._own: set[str] = set()
         self.peer: Round | None = None
         self.averaged: dict[int, int] = {}
@@ -271,6 +274,10 @@ class Place:
         if record is not None and not is_right:
             self.report_once(name, "belongs to another place or round")
             return Record(place=place)
+        # A reader that does not know the plan, such as a report, has a plan without chunks.
+        if self.plan.chunks and getattr(record, "chunks", 1) > self.plan.longest:
+            self.report_once(name, f"has a round of more than {self.plan.longest} chunks")
+            return Record(place=place)
         return record
 
     def fence(self, place: int) -> None:
@@ -348,10 +355,17 @@ class Place:
             return 1
         places = [place for place in self.present() if place != self.number]
         if places:
-            self.refresh(places[self.round % len(places)])
-        known = [self.chains[place].last for place in places if place in self.chains]
-        others = [version.chunk_s for version in known if version]
-        return chunks_of_round(self.chunk_s, others, self.plan.longest)
+            place = places[self.round % len(places)]
+            # Its chain is not refreshed: a place that is read so rarely would seem to be silent.
+            numbers = self.numbers(f"chain/{place:06d}")
+            newest = self.record(place, numbers[-1], listed=True) if numbers else None
+            if isinstance(newest, Round):
+                self._chunk_s_of[place] = newest.chunk_s
+        longest = self.plan.longest
+        if self.chunk_s:
+            longest = min(longest, int(self.promise / (ROUNDS_PER_LEASE * self.chunk_s)))
+        others = [self._chunk_s_of.get(place, 0.0) for place in places]
+        return chunks_of_round(self.chunk_s, others, longest)
 
     def trained(self, name: str, claim: Claim, count: int) -> tuple[int, bool]:
         """Return the number of a claim's trained chunks, and whether no further one can follow.
@@ -599,4 +613,6 @@ def _trained_chunks(chain: Chain, name: str, claim: Claim, count: int) -> int:
     last = chain.last
     if last is None or last.round < claim.first:
         return 0
-    return min(last.chunk + last.chunks - claim.chunk, count) if last.claim == name else count
+    if last.claim != name:
+        return count
+    return max(0, min(last.chunk + last.chunks - claim.chunk, count))

@@ -446,7 +446,7 @@ class Record:
 
     def encode(self) -> bytes:
         """Return the record as JSON, with the name of the class as its kind."""
-        values = {k: v for k, v in asdict(self).items() if k not in OPTIONAL or v}
+        values = {k: v for k, v in asdict(self).items() if k not in OPTIONAL or v != OPTIONAL[k]}
         return json.dumps({"kind": type(self).__name__.lower(), **values}).encode()
 
 
@@ -506,6 +506,11 @@ class Round(Record):
         return Version(self.place, self.round)
 
     @property
+    def began(self) -> int:
+        """Age at the beginning of the round."""
+        return self.age - self.chunks
+
+    @property
     def files(self) -> tuple[Shard, ...]:
         """Descriptions of the model's files; a member of one rank writes one file."""
         whole = Shard(self.file, self.bytes, self.checksum, 0, self.parameters, self.digest)
@@ -542,8 +547,9 @@ class End(Record):
     """Models that are averaged."""
 
 
-OPTIONAL = {"shards"}
-"""Fields that a record does not contain if they are empty."""
+OPTIONAL = {"shards": (), "chunks": 1, "chunk_s": 0.0}
+"""Defaults of the fields that a record does not contain if they have these values. Earlier versions
+do not know these fields, and reject records that contain them."""
 KINDS: dict[str, type[Record]] = {
     cls.__name__.lower(): cls for cls in (Start, Round, Closed, Claim, End)
 }
@@ -563,11 +569,13 @@ def parse(content: bytes, name: str, *kinds: type[Record]) -> Any:
         if cls not in kinds:
             raise ValueError(f'its kind "{cls.__name__.lower()}" is not allowed here')
         types = {record_field.name: record_field.type for record_field in fields(cls)}
-        if not types.keys() - OPTIONAL <= values.keys() <= types.keys():
+        if not types.keys() - OPTIONAL.keys() <= values.keys() <= types.keys():
             raise ValueError("some of its fields are missing or unknown")
         record = cls(**{key: _typed(values[key], str(types[key]), key) for key in values})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Unusable(f"{name} is not a record: {str(error)[:100]}") from None
+    if isinstance(record, Round) and not record.chunks:
+        raise Unusable(f"{name}: its round trained no chunk")
     for file in record.files if isinstance(record, Round) else ():
         if not re.fullmatch(FILE, file.file, re.ASCII):
             raise Unusable(f"{name}: its model has an invalid name, {file.file[:40]!r}")

@@ -7,10 +7,12 @@ normalization layers are averaged in float64, in the order of nodes. Evaluations
 in the same way, so the exported values are bitwise identical to the values that were evaluated.
 """
 
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from glob import escape
 from math import prod
 from pathlib import Path
 
@@ -100,7 +102,8 @@ def export_round(
         Entry(place, shard.file, shard.bytes, shard.checksum, shard.parameters)
         for shard in record.files
     ]
-    job = next((text for name in (JOB, LOOP) if (text := disk.read(name))), b"").decode()
+    job = next((text for name in (JOB, LOOP) if (text := disk.read(name))), b"")
+    job = job.decode(errors="replace")
     with open_node(folder / "models", entries, record.step) as reader:
         tensors, note = _as_saved(job, _tensors_of([reader]))
         about = {"place": str(place), "round": str(record.round)}
@@ -115,9 +118,11 @@ def _round_of(disk: RecordStore, place: int, number: int | None) -> Round:
     """
     records = []
     for name in disk.names(f"chain/{place:06d}"):
-        content = disk.read(f"chain/{place:06d}/{name}")
         with suppress(Unusable):
-            records.append(parse(content or b"", name, Round))
+            content = disk.read(f"chain/{place:06d}/{name}")
+            record = parse(content or b"", name, Round)
+            if name == f"{record.round:06d}" and record.place == place:
+                records.append(record)
     stored = {
         record.round: record
         for record in records
@@ -279,6 +284,10 @@ def _write(
     if out.suffix == SUFFIX:
         metadata = {"format": "pt", "job": job, "step": str(step), **about}
         return tensor_files.write(out, tensors, metadata, most)
+    if most is not None:
+        raise StoreError(
+            f'--max-shard-size: "{out.name}" is one file; give --out a name that ends in {SUFFIX}'
+        )
     with replacing(out) as temporary:
         torch.save({tensor.name: _to_torch(tensor) for tensor in tensors}, temporary)
     return [out]
@@ -308,7 +317,8 @@ def _three_lines(files: Sequence[Path], strict: bool) -> list[str]:
     build = "model = …  # built as for training"
     more = "" if strict else ", strict=False"
     if len(files) > 1:
-        paths = f'glob("{out.parent / out.name.partition("-00001-of-")[0]}-*-of-*{SUFFIX}")'
+        stem = re.sub(rf"-00001-of-\d{{5}}{re.escape(SUFFIX)}$", "", out.name)
+        paths = f'glob("{escape(str(out.parent / stem))}-*-of-*{SUFFIX}")'
         return [
             "from glob import glob; from safetensors.torch import load_file",
             build,

@@ -142,6 +142,8 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
         with world.raise_together(UserError):
             _check_is_job(manifest, path)
             job = load(manifest.job, overrides)
+            if message := period_problem(job):
+                raise JobError(message)
             renames = any(setting.strip().startswith("run.output") for setting in overrides)
             if renames and job.run.folder.resolve() != folder.resolve():
                 raise JobError(

@@ -81,11 +81,21 @@ class NodeReader:
                     yield int(slot), name, item
 
     def buffers(self) -> dict[str, np.ndarray]:
-        """Return the buffers of the model by name, averaged over the node's slots in float64."""
+        """Return the buffers of the model by name, averaged over the node's slots in float64.
+
+        :raises StoreError: if running statistics are NaN or infinite
+        """
         slots: dict[int, dict[str, np.ndarray]] = {}
         for slot, name, item in self._buffers():
             slots.setdefault(slot, {})[name] = item[()]
-        return node_state.average(slots[slot] for slot in sorted(slots))
+        averaged = node_state.average(slots[slot] for slot in sorted(slots))
+        for name, array in averaged.items():
+            if name.endswith(node_state.NORMS) and not np.isfinite(array).all():
+                raise StoreError(
+                    f"{self._path} has NaN or infinite values in {name}; export another checkpoint "
+                    "or round"
+                )
+        return averaged
 
     def buffer_dtypes(self) -> dict[str, np.dtype]:
         """Return the dtypes of the buffers by name."""

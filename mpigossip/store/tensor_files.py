@@ -36,6 +36,9 @@ DTYPES = {
     "<i4": "I32",
     "<i2": "I16",
     "|i1": "I8",
+    "<u8": "U64",
+    "<u4": "U32",
+    "<u2": "U16",
     "|u1": "U8",
     "|b1": "BOOL",
 }
@@ -43,7 +46,13 @@ DTYPES = {
 BFLOAT16 = "BF16"
 """Name in the header for bfloat16, which NumPy lacks; its pieces have any type of two bytes."""
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-SIZES |= {BFLOAT16: 2}
+SIZES |= {BFLOAT16: 2, "U64": 8, "U32": 4, "U16": 2}
+
+
+EXPORTED = {"job", "step"}
+"""Entries of the metadata by which a file is recognized as an export of this package."""
+LONGEST_HEADER = 1 << 26
+"""Largest number of bytes of a header that is read."""
 
 
 class Tensor(NamedTuple):
@@ -70,16 +79,13 @@ class Tensor(NamedTuple):
 def of_array(name: str, array: np.ndarray) -> Tensor:
     """Return the description of an array that is in memory.
 
-    :raises StoreError: if a safetensors file can't contain its dtype
+    Its dtype is the name in NumPy if a safetensors file can't contain it; :func:`write` then raises
+    an error.
     """
-    array = np.ascontiguousarray(array).reshape(array.shape)
-    if array.dtype.newbyteorder("<").str not in DTYPES:
-        raise StoreError(
-            f'"{name}" has the dtype {array.dtype}, which a safetensors file can\'t contain: '
-            f"convert it in the model to one of {', '.join(sorted(DTYPES.values()))}"
-        )
-    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return Tensor(name, DTYPES[little.dtype.str], array.shape, lambda: [little])
+    little = np.ascontiguousarray(array).reshape(array.shape)
+    little = little.astype(array.dtype.newbyteorder("<"), copy=False)
+    dtype = DTYPES.get(little.dtype.str, str(little.dtype))
+    return Tensor(name, dtype, array.shape, lambda: [little])
 
 
 def write(
@@ -96,8 +102,17 @@ def write(
     :param most: largest number of bytes of the tensors in a file. A larger tensor gets a file of
         its own; None: one file
     :return: paths of the files, and of the index if there are several
-    :raises StoreError: if writing or reading a tensor fails; no file is changed then
+    :raises StoreError: if a safetensors file can't contain the dtype of a tensor, or if a file of
+        another program would have to be removed; or if reading or writing a tensor fails. No file
+        is changed then. If a file can't be renamed in the end, those that were renamed before stay
     """
+    for tensor in tensors:
+        if tensor.dtype not in SIZES:
+            raise StoreError(
+                f'"{tensor.name}" has the dtype {tensor.dtype}, which a safetensors file can\'t '
+                f"contain: convert it in the model to one of {', '.join(sorted(SIZES))}, or name a "
+                "file that ends in .pt"
+            )
     # Readers map the file into memory, where elements must be aligned to their size.
     tensors = sorted(tensors, key=lambda tensor: -SIZES[tensor.dtype])
     groups = divide(tensors, most)
@@ -105,6 +120,12 @@ def write(
     name = f"{out.stem}-{{:05d}}-of-{len(groups):05d}{SUFFIX}"
     paths = [out if single else out.with_name(name.format(k + 1)) for k in range(len(groups))]
     index = out.with_name(f"{out.name}.index.json")
+    outdated = [path for path in _earlier(out) if path not in (*paths, index)]
+    if foreign := [path for path in outdated if not _is_export(path)]:
+        raise StoreError(
+            f"{foreign[0]} is a file of another program, which readers would mix with {out.name}: "
+            "name another file, or move it away"
+        )
     with ExitStack() as stack:
         # Exiting this context renames all files, or none if an error occurs.
         if not single:
@@ -112,11 +133,11 @@ def write(
             file.write_text(_index(paths, groups), encoding="utf-8")
         for path, group in zip(paths, groups, strict=True):
             write_file(stack.enter_context(replacing(path)), group, metadata)
-    written = paths if single else [*paths, index]
-    for path in _earlier(out):
-        if path not in written:
-            path.unlink(missing_ok=True)
-    return written
+    for path in outdated:
+        path.unlink(missing_ok=True)
+    if single:
+        index.unlink(missing_ok=True)
+    return paths if single else [*paths, index]
 
 
 def divide(tensors: Sequence[Tensor], most: int | None) -> list[list[Tensor]]:
@@ -141,9 +162,20 @@ def _index(paths: Sequence[Path], groups: Sequence[Sequence[Tensor]]) -> str:
 
 
 def _earlier(out: Path) -> Iterator[Path]:
-    """Iterate over the existing files that an export to ``out`` may have written."""
-    pattern = rf"{re.escape(out.stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(SUFFIX)}(\.index\.json)?"
+    """Iterate over the existing files of tensors whose names an export to ``out`` may use."""
+    pattern = rf"{re.escape(out.stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(SUFFIX)}"
     yield from (path for path in out.parent.iterdir() if re.fullmatch(pattern, path.name))
+
+
+def _is_export(path: Path) -> bool:
+    """Return whether the header of a file contains the metadata of an export by this package."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, LONGEST_HEADER)))
+        return header["__metadata__"].keys() >= EXPORTED
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return False
 
 
 def write_file(path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> None:

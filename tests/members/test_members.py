@@ -1,9 +1,11 @@
 """The protocol of members that join and leave, with models of four numbers on faulty disks."""
 
 import contextlib
+import json
 import random
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -20,9 +22,9 @@ from mpigossip.members.live import (
     rounds_late,
 )
 from mpigossip.members.pace import chunks_of_round, peer_weight
-from mpigossip.members.place import Place, TrainingPlan
-from mpigossip.members.records import RecordStore, Round
-from mpigossip.store import StoreError, checkpoint
+from mpigossip.members.place import Place, TrainingPlan, record_name
+from mpigossip.members.records import RecordStore, Round, Unusable, parse
+from mpigossip.store import StoreError, checkpoint, node_file
 from tests.cases import every
 from tests.members.storm import (
     Bad,
@@ -153,7 +155,7 @@ def test_controls_fail(tmp_path, monkeypatch, control):
     if control == "rename":
         monkeypatch.setattr(RecordStore, "link", renamed)
     elif control == "checksum":
-        monkeypatch.setattr(checkpoint, "_check_bytes", lambda *_: None)
+        monkeypatch.setattr(node_file, "_check_bytes", lambda *_: None)
         monkeypatch.setattr(live_models, "digest", lambda _: "0" * 64)
     else:
         monkeypatch.setattr(Place, "fence", held_back)
@@ -317,7 +319,7 @@ def test_models_with_other_parameters_are_ignored(tmp_path):
     live = FolderExchange(place, lambda: False, 0.01)
     with pytest.raises(StoreError, match="none of 1 models can be read"):
         live.begin({"layout": layout(["y"], [[4]])})
-    assert "parameters differ" in lines[0]
+    assert "its parameters have other names or shapes" in lines[0]
     assert len(live.begin({"layout": layout(["x"], [[4]])})) == 1
     live.close()
 
@@ -385,3 +387,35 @@ def test_a_member_with_a_stale_listing_waits_for_the_models_that_replaced_those_
     )
     assert time.monotonic() > began + late
     live.close()
+
+
+def test_records_of_members_with_equal_rounds_have_no_new_fields():
+    """Earlier versions reject fields that they do not know; their own records can be read."""
+    text = (
+        '{"kind": "round", "place": 3, "nonce": "0", "round": 2, "chunk": 1, '
+        '"claim": "ledger/0000/000000.0", "peer": [[1, 2]], "age": 2, "progress": 2, "promise": 60.0, "step": 8, '
+        '"file": "000003-0123456789abcdef.h5", "bytes": 10, "checksum": "0", "parameters": 4, '
+        '"digest": "0"}'
+    )
+    record = parse(text.encode(), "r", Round)
+    assert (record.chunks, record.chunk_s, record.began) == (1, 0.0, 1)
+    assert json.loads(record.encode()) == json.loads(text)
+    longer = replace(record, chunks=3, chunk_s=0.5)
+    assert parse(longer.encode(), "r", Round) == longer
+    with pytest.raises(Unusable, match="trained no chunk"):
+        parse(replace(record, chunks=0).encode(), "r", Round)
+
+
+def test_a_round_longer_than_the_plan_allows_is_unusable(tmp_path):
+    """Its model would replace those with which it is averaged."""
+    begin(tmp_path / "run")
+    plan = TrainingPlan(8, 2, 60.0)
+    assert member(Bad(tmp_path / "run", random.Random(0)), plan) == "end"
+    path = tmp_path / "run" / record_name(0, 1)
+    content = parse(path.read_bytes(), "r", Round)
+    path.chmod(0o600)
+    path.write_bytes(replace(content, chunks=1 << 40).encode())
+    lines = []
+    place = Place(RecordStore(tmp_path / "run"), plan, report=lines.append)
+    assert not isinstance(place.record(0, 1), Round)
+    assert "more than 1 chunk" in lines[0]

@@ -15,7 +15,9 @@ from mpigossip.store.node_reader import open_node
 from mpigossip.store.node_state import NodeState
 from mpigossip.store.tensor_files import BFLOAT16, Tensor, divide, of_array, write
 
-KINDS = ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u1", "?", ">f4")
+KINDS = ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?", ">f4")
+ABOUT = {"job": "", "step": "1"}
+"""Metadata by which a file is recognized as an export of this package."""
 
 
 def arrays():
@@ -72,7 +74,19 @@ def test_files_of_an_earlier_export_are_removed_but_no_others(tmp_path):
     other = tmp_path / "model-2.safetensors"
     other.write_bytes(b"")
     for most in (40, 80, None, 40):
-        assert {*write(out, tensors, {}, most), other} == {*tmp_path.iterdir()}
+        assert {*write(out, tensors, ABOUT, most), other} == {*tmp_path.iterdir()}
+
+
+def test_files_of_other_programs_are_not_removed(tmp_path):
+    """A downloaded model of four files with the same name must not be mixed with an export."""
+    out = tmp_path / "model.safetensors"
+    tensors = [of_array(name, np.ones(10, np.float32)) for name in "abc"]
+    write(out, tensors, {"format": "pt"}, 40)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for most in (None, 80):
+        with pytest.raises(StoreError, match="file of another program.*name another file"):
+            write(out, tensors, ABOUT, most)
+    assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
 
 
 def test_a_failure_changes_no_file(tmp_path):
@@ -81,16 +95,18 @@ def test_a_failure_changes_no_file(tmp_path):
 
     out = tmp_path / "model.safetensors"
     good = of_array("a", np.ones(10, np.float32))
-    write(out, [good], {})
+    write(out, [good], ABOUT)
     before = out.read_bytes()
     with pytest.raises(StoreError, match="damaged"):
-        write(out, [good, Tensor("b", "F32", (10,), fail)], {}, 40)
+        write(out, [good, Tensor("b", "F32", (10,), fail)], ABOUT, 40)
     assert [*tmp_path.iterdir()] == [out] and out.read_bytes() == before
 
 
-def test_a_dtype_that_the_format_lacks_is_rejected():
-    with pytest.raises(StoreError, match="complex128"):
-        of_array("a", np.ones(3, complex))
+def test_a_dtype_that_the_format_lacks_is_rejected(tmp_path):
+    tensor = of_array("x", np.zeros(2, np.complex128))
+    with pytest.raises(StoreError, match='"x" has the dtype complex128'):
+        write(tmp_path / "model.safetensors", [tensor], ABOUT)
+    assert not [*tmp_path.iterdir()] and (tensor.read() == 0).all()
 
 
 def test_a_file_has_whole_tensors_in_their_order():

@@ -117,6 +117,7 @@ class ForkLog(ReplayLog):
             )
         self.check_complete()
         self.is_changed = is_changed
+        self.periods = periods
         self.chunks: Sequence[Sequence[int]] = ()
         rounds = {v: record for v, record in self.rounds.items() if record is not None}
         for version in rounds:
@@ -170,6 +171,13 @@ class ForkLog(ReplayLog):
         inputs = self.inputs(version)
         first = inputs if version.round == 1 else inputs[:1]
         return max((self.round(dependency).age for dependency in first), default=0)
+
+    def steps(self, version: Version) -> int:
+        """Return the number of steps of a round, because chunks of a fork may have others."""
+        chunks = self.round(version).chunks
+        if self.periods is None:
+            return chunks
+        return chunks * (self.periods.fork if version in self.later else self.periods.recorded)
 
     def check(self, version: Version, state: NodeState) -> None:
         """Compare a model with its record; if the fork changes the round, complete the record."""

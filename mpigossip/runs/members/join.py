@@ -25,7 +25,13 @@ from mpigossip.members.folder_rate import describe_slow_folder, seconds_per_roun
 from mpigossip.members.live import POLL_S, FolderExchange, StopRequested, layout, read_model
 from mpigossip.members.outages import FolderUnreachable
 from mpigossip.members.parts import cut
-from mpigossip.members.place import FOLDERS, Place, TrainingPlan, record_name
+from mpigossip.members.place import (
+    FOLDERS,
+    ROUNDS_PER_LEASE,
+    Place,
+    TrainingPlan,
+    record_name,
+)
 from mpigossip.members.records import NO_LINKS, RecordStore, Round
 from mpigossip.runs.members.member import Member, steps_of_round
 from mpigossip.runs.members.ranks import SeveralRanks, for_ranks, world_of
@@ -517,8 +523,8 @@ def plan_of(assembly: Assembly, lease_s: float | None = None) -> TrainingPlan:
     section = assembly.parts.job.members
     chunks = -(-assembly.total_steps // steps_of_round(assembly))
     longest = assembly.parts.cadence.longest_round
-    # If members are unequal, a block is one round of the fastest: a slow member then holds few
-    # chunks at the end, when the others wait for it.
+    # If members are unequal, a block is one round of the fastest. A slow member needs several
+    # rounds for it, for which the others wait at the end.
     block = longest if longest > 1 else max(1, min(section.claim_rounds, chunks // 64))
     lease = section.lease_s if lease_s is None else lease_s
     return TrainingPlan(chunks, block, lease, section.keep_every, longest)
@@ -727,10 +733,10 @@ def check_lease(lease_s: float, round_s: float) -> None:
     :param round_s: duration of a round in seconds
     :raises JobError: if the lease is too short
     """
-    if lease_s < 5 * round_s:
+    if lease_s < ROUNDS_PER_LEASE * round_s:
         raise JobError(
             f"members.lease_s = {lease_s:g}: must be at least five times the duration of a round, "
             f"which is {round_s:.3g} s here, because other members close a member that is silent "
-            f"for a lease: begin in another folder with {5 * round_s:.0f} s (members.lease_s of a "
-            "job, lease_s of a program), or with fewer steps per round"
+            f"for a lease: begin in another folder with {ROUNDS_PER_LEASE * round_s:.0f} s "
+            "(members.lease_s of a job, lease_s of a program), or with fewer steps per round"
         )

@@ -147,11 +147,11 @@ class ReplayLog:
                 self.round(Version(version.place, 0))
             return self.starts[version.place].inputs
         earlier = [Version(version.place, r) for r in range(1, version.round)][-KEEP:]
-        ages = [self.round(own_version).age for own_version in earlier]
+        began = [self.round(own_version).began for own_version in earlier]
         peers = self.round(version).peer[:1]
         return (
             earlier[-1],
-            *(v for p in peers for v in (p, earlier[-1 - rounds_late(ages, self.round(p).age)])),
+            *(v for p in peers for v in (p, earlier[-1 - rounds_late(began, self.round(p).began)])),
         )
 
     def choose(self, wanted: Iterable[Version]) -> list[Version]:
@@ -234,11 +234,15 @@ class ReplayLog:
         exchange.chunks = record.chunks
         exchange.chunks_before = version.round - 1
         if self.place.plan.longest > 1:
-            before = [self.round(Version(version.place, r)) for r in range(1, version.round)]
-            exchange.chunks_before = sum(earlier.chunks for earlier in before)
+            before = [self.rounds.get(Version(version.place, r)) for r in range(1, version.round)]
+            exchange.chunks_before = sum(earlier.chunks if earlier else 1 for earlier in before)
         if record.peer and version.round > 1:
-            own = self.round(Version(version.place, version.round - 1)).chunks
-            exchange.peer_weight = peer_weight(own, self.round(record.peer[0]).chunks)
+            own = self.steps(Version(version.place, version.round - 1))
+            exchange.peer_weight = peer_weight(own, self.steps(record.peer[0]))
+
+    def steps(self, version: Version) -> int:
+        """Return the length of a round in any unit that all rounds share: here, in chunks."""
+        return self.round(version).chunks
 
     def check(self, version: Version, state: NodeState) -> None:
         """Compare a repeated model with its record, and keep the model if later rounds need it.
