@@ -102,8 +102,8 @@ def export_round(
         Entry(place, shard.file, shard.bytes, shard.checksum, shard.parameters)
         for shard in record.files
     ]
-    job = next((text for name in (JOB, LOOP) if (text := disk.read(name))), b"")
-    job = job.decode(errors="replace")
+    content = next((text for name in (JOB, LOOP) if (text := disk.read(name))), b"")
+    job = content.decode(errors="replace")
     with open_node(folder / "models", entries, record.step) as reader:
         tensors, note = _as_saved(job, _tensors_of([reader]))
         about = {"place": str(place), "round": str(record.round)}

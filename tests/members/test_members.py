@@ -393,7 +393,8 @@ def test_records_of_members_with_equal_rounds_have_no_new_fields():
     """Earlier versions reject fields that they do not know; their own records can be read."""
     text = (
         '{"kind": "round", "place": 3, "nonce": "0", "round": 2, "chunk": 1, '
-        '"claim": "ledger/0000/000000.0", "peer": [[1, 2]], "age": 2, "progress": 2, "promise": 60.0, "step": 8, '
+        '"claim": "ledger/0000/000000.0", "peer": [[1, 2]], "age": 2, "progress": 2, '
+        '"promise": 60.0, "step": 8, '
         '"file": "000003-0123456789abcdef.h5", "bytes": 10, "checksum": "0", "parameters": 4, '
         '"digest": "0"}'
     )
