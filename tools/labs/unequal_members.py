@@ -88,7 +88,8 @@ def run(folder: Path, seed: int, options, settings: tuple[str, ...]) -> dict:
         joining.assemble = assemble
     wall = max(one["ended"] for one in results) - min(begun)
     records = [json.loads(path.read_text()) for path in folder.glob("chain/??????/??????")]
-    lengths = Counter(record["chunks"] for record in records if record["kind"] == "round")
+    rounds = [record for record in records if record["kind"] == "round"]
+    lengths = Counter(record.get("chunks", 1) for record in rounds)
     # The training may end before options.steps, because the job limits its epochs.
     trained_steps = CHUNK_STEPS * sum(chunks * count for chunks, count in lengths.items())
     ideal = trained_steps * options.step / sum(SPEEDS)
