@@ -7,7 +7,6 @@ import re
 import shutil
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
