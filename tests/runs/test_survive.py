@@ -386,4 +386,4 @@ def test_a_kill_while_a_checkpoint_is_written_costs_nothing(mpirun):
         pytest.skip("the result does not depend on the MPI, and MPICH has been tested")
     command = [sys.executable, TOOLS / "labs" / "kill.py", "checkpoints", "--count", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0 and "1 kills, 0 wrong" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "1 kills, 0 problems" in done.stdout, done.stdout + done.stderr
