@@ -96,6 +96,7 @@ class Place:
     A member that joins gets a place, whose number is never used again. In each round it trains one
     chunk or several, publishes its model, and averages it with the model of one other place, its
     peer.
+
     All records of a place form its chain: record 0 names the models that the member started with,
     record k is its round k, and a closing record ends the chain.
 
@@ -302,9 +303,9 @@ class Place:
 
         The caller takes the first version whose model can be read. :func:`peer_order` determines
         the order of places. A version is never averaged twice, and a version that is more than
-        `BEHIND` ages older than this place's model is skipped.
+        ``behind`` ages older than this place's model is skipped.
 
-        :raises TooFarBehind: if this place's model is more than `BEHIND` ages older than a
+        :raises TooFarBehind: if this place's model is more than ``behind`` ages older than a
             candidate
         """
         for place in peer_order(self.present(), self.number, self.round):
