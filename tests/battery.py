@@ -43,6 +43,10 @@ FRAGMENTS = (
       for name in ("cpsgd", "diloco", "noloco", "gasloc") for delay in (0, 2)),
     "algorithm.name=dsgd cadence.name=every cadence.fragments=4 cadence.delay=1 node.wire=qsgd",
     "algorithm.name=diloco cadence.period=5 cadence.fragments=3 cadence.delay=1 node.wire=bf16",
+    'algorithm.name=dsgd cadence.name=every cadence.fragments=["0,5","4","1,2,3","6"] '
+    "node.wire=fp4",
+    'algorithm.name=diloco cadence.period=5 cadence.fragments=["0.weight,6","1,2,3,4,5"] '
+    "cadence.delay=2 node.wire=bf16",
     "algorithm.name=slowmo cadence.name=cpsgd cadence.period=2 cadence.fragments=2",
     "algorithm.name=noloco cadence.period=3 cadence.fragments=3 "
     "cadence.delay=1 graph.name=one-peer-exponential node.wire=bf16",

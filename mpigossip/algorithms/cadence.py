@@ -13,6 +13,7 @@ from mpigossip.config.limits import (
     Period,
     Positive,
     Share,
+    Text,
     between,
 )
 from mpigossip.config.structure import Limit
@@ -20,6 +21,10 @@ from mpigossip.mixing.base import ExchangeKind
 
 LongPeriod = Annotated[int, between(2, 10**6, "must be at least 2, at most 10^6")]
 ByNode = Annotated[tuple[Period, ...], Limit(bool, "must name a number for each node")]
+ModuleNames = Annotated[
+    tuple[Text, ...],
+    Limit(lambda v: len(v) > 1, "must name the modules of at least two fragments"),
+]
 
 
 LENIENT = 1 + 1e-9
@@ -39,6 +44,15 @@ class FragmentSchedule(NamedTuple):
     """Number of fragments P ≤ H."""
     delay: int = 0
     """Number of steps τ from sending a fragment to applying it."""
+    modules: tuple[str, ...] = ()
+    """For each fragment, the names of its modules, separated by commas; empty if the model is
+    divided into fragments of equal size.
+    """
+
+    @property
+    def setting(self) -> str:
+        """Return the value of `cadence.fragments` as text."""
+        return f"[{', '.join(map(repr, self.modules))}]" if self.modules else str(self.fragments)
 
     @property
     def is_whole_model(self) -> bool:
@@ -155,11 +169,16 @@ def _each(period: int, last: ExchangeKind, others: ExchangeKind) -> Cadence:
     return fixed_schedule(lambda index: others if (index + 1) % period else last, last, others)
 
 
-def _in_turn(kind: ExchangeKind, period: int | ByNode, fragments: int, delay: int) -> Cadence:
+def _in_turn(
+    kind: ExchangeKind, period: int | ByNode, fragments: int | ModuleNames, delay: int
+) -> Cadence:
     """Return a cadence that exchanges each fragment once per ``period`` and is otherwise local."""
     periods: tuple[int, ...] = () if isinstance(period, int) else period
     longest = period if isinstance(period, int) else max(period)
-    schedule = FragmentSchedule(longest, fragments, delay)
+    if isinstance(fragments, int):
+        schedule = FragmentSchedule(longest, fragments, delay)
+    else:
+        schedule = FragmentSchedule(longest, len(fragments), delay, fragments)
     if schedule.is_whole_model:
         return _each(longest, kind, ExchangeKind.LOCAL)._replace(periods=periods)
     kinds = kind, ExchangeKind.LOCAL
@@ -170,7 +189,7 @@ def _in_turn(kind: ExchangeKind, period: int | ByNode, fragments: int, delay: in
 def every(
     *,
     period: Literal["auto"] | Period | ByNode = 4,
-    fragments: Positive = 1,
+    fragments: Positive | ModuleNames = 1,
     delay: Count = 0,
     shortest: Period = 4,
     longest: Period = 32,
@@ -184,6 +203,10 @@ def every(
 
     With P = ``fragments`` > 1, each fragment of the model is exchanged once per period H, at its
     own offset (Streaming DiLoCo, arXiv 2501.18512), so that a step sends at most 1/P of the model.
+    If ``fragments`` is a list, each entry names the modules or parameters of a fragment, separated
+    by commas, as in ``["embedding,head", "blocks.0", "blocks.1"]``. Each parameter has to be in
+    exactly one fragment. All messages have the size of the largest fragment.
+
     The exchange of a fragment stays open for τ = ``delay`` steps. It is then applied as x ← γ ·
     mixed + (1 − γ) · x, with γ = ``algorithm.blend`` and with the local steps made meanwhile in x.
 
@@ -192,7 +215,7 @@ def every(
     ``shortest`` steps; the others make a multiple of it.
 
     :param period: H in steps, or a list of H_i for each node; "auto": H of members follows speed
-    :param fragments: P, number of fragments
+    :param fragments: P, number of fragments of equal size, or a list with the modules of each
     :param delay: τ in steps, at most ⌊H/P⌋
     :param shortest: smallest H of a member with period = "auto", and steps in a chunk
     :param longest: largest H of a member with period = "auto", at least ``shortest``
@@ -223,11 +246,13 @@ def period_of(options: Mapping[str, Any]) -> int:
     return max(period) if isinstance(period, Sequence) else int(period)
 
 
-def cpsgd(*, period: Period | ByNode = 8, fragments: Positive = 1, delay: Count = 0) -> Cadence:
+def cpsgd(
+    *, period: Period | ByNode = 8, fragments: Positive | ModuleNames = 1, delay: Count = 0
+) -> Cadence:
     """Average over all nodes at every ``period``-th step, as periodic averaging does.
 
     :param period: number of steps, or a list with a number for each node, as in :func:`every`
-    :param fragments: number of fragments, as in :func:`every`
+    :param fragments: number of fragments, or the modules of each, as in :func:`every`
     :param delay: number of steps for which an exchange stays open, as in :func:`every`
     """
     return _in_turn(ExchangeKind.GLOBAL, period, fragments, delay)

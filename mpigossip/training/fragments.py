@@ -3,21 +3,108 @@
 from collections.abc import Sequence
 
 from mpigossip.algorithms.cadence import FragmentSchedule
+from mpigossip.config import JobError
+from mpigossip.config.toml import show
 from mpigossip.engine.vector import NodeLayout
 from mpigossip.mixing.wire import ALIGN, BUCKET, Wire
 
+Columns = tuple[slice, ...]
+"""Ranges of elements in a shard."""
 
-def fragment_width(width: int, schedule: FragmentSchedule, wire: Wire) -> int:
+
+def fragment_width(flat: NodeLayout, schedule: FragmentSchedule, wire: Wire) -> int:
     """Return the number of elements in the message of a fragment.
 
-    :param width: number of elements of a shard
-    :param schedule: number and steps of the fragments
+    All messages have the length of the largest fragment of any slot, rounded up so that wires can
+    encode it.
+
+    :param flat: layout of the model's parameters
+    :param schedule: number, steps and modules of the fragments
     :param wire: format of the message
+    :raises JobError: if the modules of the fragments don't divide the model
     """
     if schedule.fragments == 1:
-        return width
-    unit = schedule.fragments * (ALIGN if wire.exact else BUCKET)
-    return -(-width // unit) * unit // schedule.fragments
+        return flat.width
+    unit = ALIGN if wire.exact else BUCKET
+    if not schedule.modules or not flat.names:
+        largest = -(-flat.width // schedule.fragments)
+    else:
+        slots = range(flat.slots)
+        divided = [cut_by_modules(flat, slot, schedule.modules) for slot in slots]
+        largest = max(_count_elements(columns) for slot in divided for columns in slot)
+    return -(-largest // unit) * unit
+
+
+def fragment_columns(
+    flat: NodeLayout, slot: int, schedule: FragmentSchedule, width: int
+) -> tuple[Columns, ...]:
+    """Return the columns of each fragment in a slot's shard, in ascending order.
+
+    :param flat: layout of the model's parameters
+    :param slot: index of the slot
+    :param schedule: number and modules of the fragments
+    :param width: number of elements of a message, the result of `fragment_width`
+    :raises JobError: if the modules of the fragments don't divide the model
+    """
+    if schedule.modules:
+        return cut_by_modules(flat, slot, schedule.modules)
+    return cut(layers_of(flat, slot), schedule.fragments, width)
+
+
+def cut_by_modules(flat: NodeLayout, slot: int, modules: Sequence[str]) -> tuple[Columns, ...]:
+    """Return, for each fragment, the columns of its modules' parameters in a slot's shard.
+
+    :param flat: layout of the model's parameters
+    :param slot: index of the slot
+    :param modules: for each fragment, names of modules or parameters, separated by commas
+    :raises JobError: if a name fits no parameter, or a parameter does not belong to exactly one
+        fragment
+    """
+    fragment_of = _assign(flat.names, modules)
+    columns: list[list[slice]] = [[] for _ in modules]
+    for name, inside in zip(flat.names, flat.ranges_in(slot), strict=True):
+        if inside.start == inside.stop:
+            continue
+        own = columns[fragment_of[name]]
+        if own and own[-1].stop == inside.start:
+            own[-1] = slice(own[-1].start, inside.stop)
+        else:
+            own.append(inside)
+    return tuple(map(tuple, columns))
+
+
+def _assign(parameters: Sequence[str], modules: Sequence[str]) -> dict[str, int]:
+    """Return the number of the fragment of each parameter, by name.
+
+    :raises JobError: see `cut_by_modules`
+    """
+    fragment_of = dict[str, int]()
+    for fragment, text in enumerate(modules):
+        for module in map(str.strip, text.split(",")):
+            inside = [p for p in parameters if p == module or p.startswith(f"{module}.")]
+            if not inside:
+                known = {parameter.rpartition(".")[0] or parameter for parameter in parameters}
+                raise JobError(
+                    f"cadence.fragments: {show(module)} is no module with trained parameters; name "
+                    f"modules or parameters of the model, such as {', '.join(sorted(known)[:6])}"
+                )
+            for parameter in inside:
+                if fragment_of.setdefault(parameter, fragment) != fragment:
+                    raise JobError(
+                        f"cadence.fragments: parameter {show(parameter)} belongs to fragments "
+                        f"{fragment_of[parameter]} and {fragment}, counted from 0; name it once"
+                    )
+    missing = [parameter for parameter in parameters if parameter not in fragment_of]
+    if missing:
+        raise JobError(
+            f"cadence.fragments: {len(missing)} parameters are in no fragment, {show(missing[0])} "
+            "is the first; add their modules to a fragment"
+        )
+    return fragment_of
+
+
+def _count_elements(columns: Columns) -> int:
+    return sum(c.stop - c.start for c in columns)
 
 
 def cut(layers: Sequence[slice], count: int, width: int) -> tuple[tuple[slice, ...], ...]:

@@ -30,7 +30,7 @@ from mpigossip.mixing.base import ExchangeKind, MessageLayout, Mixer
 from mpigossip.mixing.delayed import Faults
 from mpigossip.mixing.lossy_wires import wire
 from mpigossip.mixing.wire import Wire
-from mpigossip.training.fragments import cut, fragment_width, layers_of
+from mpigossip.training.fragments import fragment_columns, fragment_width
 from mpigossip.training.schedule import blend_weight
 
 EMPTY = ParameterLayout((), (), (), (), size=0, decayed=0, slots=1)
@@ -153,7 +153,7 @@ class JobParts:
         if schedule.is_whole_model and not section.blends:
             return None
         width = self.layout.widths[0]
-        cuts = [cut(layers_of(flat, slot), schedule.fragments, width) for slot in shards]
+        cuts = [fragment_columns(flat, slot, schedule, width) for slot in shards]
         # Make an algorithm for each shard, because a lossy wire keeps a state for each shard.
         methods = [_method(self.job, self.graph, local=NO_LOCAL_STEP) for _ in shards]
         exchanges = [_over_wire(method, self.layout.wire, self.cadence) for method in methods]
@@ -224,7 +224,7 @@ def make_parts(
     cadence = _cadence(job, exact_methods[0], graph, total)
     node = job.node
     coding = wire(node.wire, node.levels, node.density, job.run.seed)
-    width = fragment_width(flat.width, cadence.fragment_schedule, coding)
+    width = fragment_width(flat, cadence.fragment_schedule, coding)
     layout = MessageLayout(
         (width,) * len(shards),
         exact_methods[0].vectors,

@@ -483,17 +483,20 @@ WIRE: Table[JobParts] = (
 
 
 def _has_too_many_fragments(parts: JobParts) -> Verdict:
-    period, count, _ = parts.cadence.fragment_schedule
-    return count > period and {"count": count, "period": period}
+    schedule = parts.cadence.fragment_schedule
+    return schedule.fragments > schedule.period and {
+        "setting": schedule.setting,
+        "period": schedule.period,
+    }
 
 
 def _has_too_long_a_delay(parts: JobParts) -> Verdict:
-    period, count, delay = parts.cadence.fragment_schedule
-    between = period // count
-    return delay > between and {
-        "period": period,
-        "count": count,
-        "delay": delay,
+    schedule = parts.cadence.fragment_schedule
+    between = schedule.period // schedule.fragments
+    return schedule.delay > between and {
+        "period": schedule.period,
+        "setting": schedule.setting,
+        "delay": schedule.delay,
         "between": between,
     }
 
@@ -518,7 +521,7 @@ def _in_fragments(parts: JobParts) -> Verdict:
     if schedule.is_whole_model:
         return _blends(parts)
     if schedule.fragments > 1:
-        return {"setting": f"cadence.fragments = {schedule.fragments}"}
+        return {"setting": f"cadence.fragments = {schedule.setting}"}
     return {"setting": f"cadence.delay = {schedule.delay}"}
 
 
@@ -571,14 +574,14 @@ FRAGMENTS: Table[JobParts] = (
     (
         Rule(
             _has_too_many_fragments,
-            "cadence.fragments = {count}: each fragment is sent at a separate step, and a period "
+            "cadence.fragments = {setting}: each fragment is sent at a separate step, and a period "
             "has only cadence.period = {period} steps",
             "use at most {period}, or a longer period",
         ),
         Rule(
             _has_too_long_a_delay,
             "cadence.delay = {delay}: a fragment must be applied before the next one is sent, "
-            "{between} steps later (cadence.period = {period}, cadence.fragments = {count})",
+            "{between} steps later (cadence.period = {period}, cadence.fragments = {setting})",
             "use at most {between}, or a longer period",
         ),
     ),

@@ -5,13 +5,17 @@ import pytest
 import torch
 
 from mpigossip.algorithms.cadence import FragmentSchedule
+from mpigossip.config import JobError
+from mpigossip.mixing.lossy_wires import wire
+from mpigossip.mixing.wire import FP32
 from mpigossip.training import assemble
-from mpigossip.training.fragments import cut
+from mpigossip.training.fragments import cut, cut_by_modules, fragment_width
 from tests import battery
 from tests.battery import FRAGMENTS, Driver
 from tests.cases import every, few, on_each, some
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+QSGD = wire("qsgd", 127, 0.01, 0)
 
 
 def test_each_fragment_has_a_step_of_its_own_in_the_period():
@@ -45,6 +49,31 @@ def test_a_fragment_has_layers_of_all_depths_and_large_ones_are_cut():
     assert all(
         (np.diff(one) > 0).all() for one in columns
     )  # Columns with weight decay stay before the others.
+
+
+def test_a_list_divides_the_model_by_modules():
+    """The fifth layer lies in both slots; adjacent layers of a fragment are one range."""
+    modules = ("0,6", "1.weight, 2", "3,4,5")
+    columns = [cut_by_modules(battery.FLAT, slot, modules) for slot in range(2)]
+    assert columns[0] == ((slice(0, 96),), (slice(96, 320),), (slice(320, 512),))
+    assert columns[1] == ((slice(448, 512),), (), (slice(0, 448),))
+    schedule = FragmentSchedule(6, 3, 0, modules)
+    assert fragment_width(battery.FLAT, schedule, FP32) == 448
+    assert fragment_width(battery.FLAT, schedule, QSGD) == 512  # a multiple of a bucket
+
+
+@on_each(
+    ("modules", "message"),
+    [
+        (("0,1", "2,9"), r'"9" is no module with trained parameters; .* such as 0, 1, 2, 3, 4, 5'),
+        (("0,1,2,3,4,5,6", "0.weight"), '"0.weight" belongs to fragments 0 and 1, counted from 0;'),
+        (("0,1", "2,3"), '3 parameters are in no fragment, "4.weight" is the first; add'),
+        (("0,", "1,2,3,4,5,6"), '"" is no module'),
+    ],
+)
+def test_a_list_that_does_not_divide_the_model_is_rejected(modules, message):
+    with pytest.raises(JobError, match=message):
+        cut_by_modules(battery.FLAT, 0, modules)
 
 
 class Forced(Driver):
@@ -129,9 +158,15 @@ def streaming_diloco(driver, steps, period, count, delay, blend):
     return x
 
 
-@on_each(("count", "delay", "blend"), [(2, 1, 0.5), (3, 2, 0.7), (1, 6, 1.0)])
-def test_delayed_fragments_of_diloco_are_streaming_diloco(count, delay, blend):
-    settings = f"cadence.period=6 cadence.fragments={count} cadence.delay={delay}"
+BY_MODULES = '["0,5","1,2,3","4,6"]'
+
+
+@on_each(
+    ("fragments", "count", "delay", "blend"),
+    [("2", 2, 1, 0.5), ("3", 3, 2, 0.7), ("1", 1, 6, 1.0), (BY_MODULES, 3, 1, 0.7)],
+)
+def test_delayed_fragments_of_diloco_are_streaming_diloco(fragments, count, delay, blend):
+    settings = f"cadence.period=6 cadence.fragments={fragments} cadence.delay={delay}"
     settings += f" local.name=sgd algorithm.blend={blend}"
     driver = Driver(f"algorithm.name=diloco {settings}", 5)
     for x in driver.x:  # The nodes of DiLoCo begin with equal models.
@@ -259,6 +294,8 @@ def test_ranks_are_bitwise_identical_to_the_simulator(ranks, n, same_host):
 REFUSED = {
     "algorithm.name=dsgd cadence.name=every cadence.fragments=5": "cadence.period = 4 steps",
     "algorithm.name=diloco cadence.fragments=3 cadence.delay=3": "2 steps later",
+    'algorithm.name=diloco cadence.period=2 cadence.fragments=["a","b","c"]':
+        "cadence.fragments = ['a', 'b', 'c']: each fragment is sent at a separate step",
     **{
         f"algorithm.name={name} cadence.name=every cadence.{what}": "no separate local step"
         for name in ("dmsgd", "qg-dmsgd", "dsgt", "detag", "sgp", "dsgd algorithm.style=awc")

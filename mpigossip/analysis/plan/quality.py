@@ -101,7 +101,7 @@ def nearest(job: Job, n: int, parameters: int, any_task: bool = False) -> Eviden
     :param parameters: number of trained parameters of its model
     :param any_task: whether the task is unknown, so that measurements of all tasks are used
     """
-    if job.node.wire != "fp32" or int(job.cadence.options.get("fragments", 1)) > 1:
+    if job.node.wire != "fp32" or job.cadence.options.get("fragments", 1) != 1:
         return None
     task = job.task.name
     unit = "%" if task == "language-model" or job.model.name == "gpt" else "points"
