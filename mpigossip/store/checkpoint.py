@@ -292,7 +292,7 @@ def read_state(path: Path, entry: Entry, length: int, step: int) -> NodeState:
     :param step: step of the checkpoint, which the counters of the file must match
     :raises StoreError: if the file is missing or damaged, or has NaN or infinite values
     """
-    with node_file(path, entry) as objects:
+    with node_file(path, entry) as objects, reading(Path(path) / entry.file):
         names, shapes = node_state.read_table(guard.rows(objects, "layout", "SiiiV"), length)
         arrays, pieces = (
             {
@@ -349,7 +349,7 @@ def digest(path: Path) -> str:
     """
     sha = hashlib.sha256()
     for entry in read_manifest(path).entries:
-        with node_file(path, entry) as objects:
+        with node_file(path, entry) as objects, reading(Path(path) / entry.file):
             data = guard.dataset(objects, "parameters")
             for start in range(0, len(data), PIECE):
                 sha.update(data[start : start + PIECE].tobytes())

@@ -3,7 +3,7 @@
 import io
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -21,33 +21,46 @@ PIECE = 1 << 22
 def node_file(path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
     """Open the file of a node or slot, check it, and yield its arrays and groups by path.
 
-    Its size, checksum and structure are checked.
+    Its size, checksum and structure are checked. Errors inside the ``with`` statement are not
+    converted: a caller that reads arrays has to use :func:`~mpigossip.store.hdf5.reading`, too.
+
+    :param path: folder of the file
+    :param entry: entry of the file in the manifest
+    :raises StoreError: if the file is missing or damaged
     """
     file_path = Path(path) / entry.file
-    with reading(file_path):
-        try:
-            file = guard.regular(file_path, follow=False)
-        except FileNotFoundError:
-            raise StoreError(
-                f"{file_path} is missing; copy it there or use another checkpoint"
-            ) from None
-        with file:
-            _check_bytes(file_path, file, entry)
-            with guard.opened(file) as (content, objects):
-                facts = guard.attributes(content)
-                owner = {"node": entry.node} | ({} if entry.slot is None else {"slot": entry.slot})
-                if facts != {"format": FORMAT, **owner}:
-                    expected = ", ".join(f"{kind} {number}" for kind, number in owner.items())
-                    raise ValueError(f"its attributes are {str(facts)[:100]}, not {expected}")
-                names = {"parameters", "arrays", "layout", "numbers"}
-                manifests.only(objects, names | ({"pieces"} if "slot" in owner else set()))
-                parameters = guard.dataset(objects, "parameters")
-                if parameters.dtype.str != "<f4" or parameters.shape != (entry.parameters,):
-                    raise ValueError(
-                        f"its parameters have the type {parameters.dtype} and the shape "
-                        f"{parameters.shape}, not float32 and {(entry.parameters,)}"
-                    )
-                yield objects
+    with ExitStack() as stack:
+        with reading(file_path):
+            objects = stack.enter_context(_checked(file_path, entry))
+        yield objects
+
+
+@contextmanager
+def _checked(file_path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
+    """Do what :func:`node_file` does, with errors as h5py and the operating system raise them."""
+    try:
+        file = guard.regular(file_path, follow=False)
+    except FileNotFoundError:
+        raise StoreError(
+            f"{file_path} is missing; copy it there or use another checkpoint"
+        ) from None
+    with file:
+        _check_bytes(file_path, file, entry)
+        with guard.opened(file) as (content, objects):
+            facts = guard.attributes(content)
+            owner = {"node": entry.node} | ({} if entry.slot is None else {"slot": entry.slot})
+            if facts != {"format": FORMAT, **owner}:
+                expected = ", ".join(f"{kind} {number}" for kind, number in owner.items())
+                raise ValueError(f"its attributes are {str(facts)[:100]}, not {expected}")
+            names = {"parameters", "arrays", "layout", "numbers"}
+            manifests.only(objects, names | ({"pieces"} if "slot" in owner else set()))
+            parameters = guard.dataset(objects, "parameters")
+            if parameters.dtype.str != "<f4" or parameters.shape != (entry.parameters,):
+                raise ValueError(
+                    f"its parameters have the type {parameters.dtype} and the shape "
+                    f"{parameters.shape}, not float32 and {(entry.parameters,)}"
+                )
+            yield objects
 
 
 def _check_bytes(path: Path, file: io.FileIO, entry: Entry) -> None:

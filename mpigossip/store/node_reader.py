@@ -56,7 +56,8 @@ class NodeReader:
         :raises StoreError: if an element is NaN or infinite
         """
         first = self._begins[index]
-        values = self._elements(first + begin, first + end)
+        with reading(self._path):
+            values = self._elements(first + begin, first + end)
         if not np.isfinite(values).all():
             raise StoreError(
                 f"{self._path} has NaN or infinite values in {self.names[index]}; export another "
@@ -86,9 +87,10 @@ class NodeReader:
         :raises StoreError: if running statistics are NaN or infinite
         """
         slots: dict[int, dict[str, np.ndarray]] = {}
-        for slot, name, item in self._buffers():
-            slots.setdefault(slot, {})[name] = item[()]
-        averaged = node_state.average(slots[slot] for slot in sorted(slots))
+        with reading(self._path):
+            for slot, name, item in self._buffers():
+                slots.setdefault(slot, {})[name] = item[()]
+            averaged = node_state.average(slots[slot] for slot in sorted(slots))
         for name, array in averaged.items():
             if name.endswith(node_state.NORMS) and not np.isfinite(array).all():
                 raise StoreError(

@@ -1,5 +1,6 @@
 """Models as safetensors files: other libraries read them, and no model is ever whole in memory."""
 
+import errno
 import json
 
 import numpy as np
@@ -165,6 +166,15 @@ def test_parameters_of_several_files_are_read_piece_by_piece(tmp_path, count):
                 end = min(begin + 4, value.size)
                 assert (reader.read(k, begin, end) == value.ravel()[begin:end]).all()
         np.testing.assert_array_equal(reader.buffers()["mean"], np.full(2, (count - 1) / 2))
+
+
+def test_an_error_of_the_caller_is_not_attributed_to_the_checkpoint(tmp_path):
+    entries, _ = node_files(tmp_path, 1)
+    with pytest.raises(OSError, match="No space left"), open_node(tmp_path, entries, 1):
+        raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+    (tmp_path / entries[0].file).write_bytes(b"")
+    with pytest.raises(StoreError, match="has 0 bytes"), open_node(tmp_path, entries, 1):
+        pass
 
 
 @pytest.mark.parametrize(
