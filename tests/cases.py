@@ -5,6 +5,7 @@ import functools
 import inspect
 import io
 import itertools
+import random
 import runpy
 import sys
 from collections.abc import Callable, Collection, Iterable
@@ -78,7 +79,8 @@ def covering(
 ) -> list[tuple]:
     """Return few of the cases, in which values of different fields meet as they do in all cases.
 
-    The next case is always the first of those that add the most combinations.
+    The next case is always one of those that add the most combinations. Among them it is drawn,
+    always alike, so that the values of a field occur about equally often.
 
     :param cases: all cases that are possible, as tuples of equal length with hashable fields
     :param strength: number of fields whose combinations of values have to occur; 2: all pairs
@@ -93,7 +95,9 @@ def covering(
             if tuple(field for field, _ in combination) != tuple(excluded)
         }
 
-    left = {case: combinations(case) for case in cases}
+    drawn = list(cases)
+    random.Random(0).shuffle(drawn)
+    left = {case: combinations(case) for case in drawn}
     missing = set().union(*left.values()).difference(*map(combinations, covered))
     chosen = []
     while missing:
