@@ -4,6 +4,8 @@ import contextlib
 import functools
 import inspect
 import io
+import itertools
+import random
 import runpy
 import sys
 from collections.abc import Callable, Collection, Iterable
@@ -66,6 +68,41 @@ def few(cases: Iterable[str]) -> list[str]:
         if not seen.issuperset(case.split()):
             chosen.append(case)
         seen.update(case.split())
+    return chosen
+
+
+def covering(
+    cases: Iterable[tuple],
+    strength: int = 2,
+    covered: Iterable[tuple] = (),
+    excluded: Collection[int] = (),
+) -> list[tuple]:
+    """Return few of the cases, in which values of different fields meet as they do in all cases.
+
+    The next case is always one of those that add the most combinations. Among them it is drawn,
+    always alike, so that the values of a field occur about equally often.
+
+    :param cases: all cases that are possible, as tuples of equal length with hashable fields
+    :param strength: number of fields whose combinations of values have to occur; 2: all pairs
+    :param covered: cases that run elsewhere, whose combinations need not occur again
+    :param excluded: indices of fields whose combination need not occur; (): all occur
+    """
+
+    def combinations(case: tuple) -> set:
+        return {
+            combination
+            for combination in itertools.combinations(enumerate(case), strength)
+            if tuple(field for field, _ in combination) != tuple(excluded)
+        }
+
+    drawn = list(cases)
+    random.Random(0).shuffle(drawn)
+    left = {case: combinations(case) for case in drawn}
+    missing = set().union(*left.values()).difference(*map(combinations, covered))
+    chosen = []
+    while missing:
+        chosen.append(max(left, key=lambda case: len(missing & left[case])))
+        missing -= left[chosen[-1]]
     return chosen
 
 

@@ -204,7 +204,7 @@ def _server() -> str:
     server = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(server.communicate)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 60 * patience()
     while not Path(address).exists():
         assert server.poll() is None and time.monotonic() < deadline, "the warm server didn't start"
         time.sleep(0.02)

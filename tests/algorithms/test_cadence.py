@@ -1,4 +1,4 @@
-"""Cadences: what they give, and how the adaptive ones move."""
+"""Cadences: the kinds of exchange that they choose, and the periods of adaptive ones."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Elementwise methods have the same bits by columns, and with the sum in the place of x."""
+"""Elementwise methods are bitwise identical by blocks of columns, and with sums written into x."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""`diloco` is the method that people know: the loop of torchft and exogym, written from formulas.
+"""`diloco` equals the loop of torchft and exogym, which is written from formulas here.
 
 Every node has a copy of the model and a torch.optim.AdamW. After each H-th step, torch.optim.SGD
 with Nesterov's momentum makes an outer step. Its gradient is the model after the last outer step

@@ -1,3 +1,5 @@
+"""`mpigossip log`: plots, tables, CSV files and HTML pages of runs."""
+
 import base64
 import csv
 import html

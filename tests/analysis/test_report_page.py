@@ -124,7 +124,7 @@ def forged(folder, draw):
     return texts
 
 
-@pytest.mark.parametrize("count", [50, every(1000)])
+@pytest.mark.parametrize("count", [50, every(300)])
 def test_texts_of_forged_logs_are_not_markup(count, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "_picture", lambda runs: "")  # a plot has no markup
     expected = None

@@ -1,3 +1,5 @@
+"""Examples of the package: found by name, copied, and contained in the wheel."""
+
 import shutil
 import sys
 from pathlib import Path

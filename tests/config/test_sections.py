@@ -1,3 +1,5 @@
+"""Sections of a job file: values, limits, overrides on the command line, and errors."""
+
 import dataclasses
 import pickle
 import random

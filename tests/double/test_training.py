@@ -1,4 +1,4 @@
-"""Training on the double: several devices a rank joined by NCCL, between ranks every route."""
+"""Training on the double: devices of a rank joined by NCCL, and every route between ranks."""
 
 import itertools
 import os

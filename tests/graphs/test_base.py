@@ -1,4 +1,4 @@
-"""The graph as a value: rounds, facts, checks, comparison, networkx graphs and matrices."""
+"""Graphs: neighbours, facts, checks, comparison, and graphs from networkx or matrices."""
 
 import pickle
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""The graphs by name: who receives from whom, and what the papers promise of them."""
+"""Graphs by name: their in-neighbours, and the properties that papers state."""
 
 import inspect
 

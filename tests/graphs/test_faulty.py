@@ -1,4 +1,4 @@
-"""Lost links: every round keeps its sums, chains have their shares and stays, runs their mean."""
+"""Lost links and nodes: rounds stay stochastic, losses are as frequent as set, means are kept."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Graphs of a user's own: values, functions, and rounds that are drawn from (seed, t)."""
+"""Custom graphs: values, functions, and rounds that are drawn from (seed, t)."""
 
 import networkx as nx
 import numpy as np

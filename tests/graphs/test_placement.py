@@ -1,4 +1,4 @@
-"""Racks: places for ranks that spare the edges between them."""
+"""Assignment of nodes to ranks that reduces messages between racks."""
 
 import contextlib
 import tracemalloc

@@ -1,4 +1,4 @@
-"""Rates, lower bounds and limits: inverse to each other, and refused where there are none."""
+"""Rates, lower bounds and limits: inverses of each other, and errors if a limit does not exist."""
 
 import numpy as np
 import pytest

@@ -48,7 +48,7 @@ def right(root, plan) -> bool:
     return once and replay(root, plan) == plan.chunks
 
 
-@pytest.mark.parametrize("seed", [1, *(every(seed) for seed in range(2, 6))])
+@pytest.mark.parametrize("seed", [1, every(2), every(3)])
 def test_storms(tmp_path, seed):
     """Members are killed; listings are stale, replies lost, disks full, clocks wrong."""
     ends = storm(tmp_path / "run", seed, **ILLS)
@@ -73,7 +73,7 @@ def test_a_kill_at_every_operation(tmp_path, step):
     assert kills > 50
 
 
-@pytest.mark.parametrize("seed", [1, *(every(seed) for seed in range(2, 5))])
+@pytest.mark.parametrize("seed", [1, every(2)])
 def test_storms_of_unequal_members(tmp_path, seed):
     """Rounds have one to four chunks; a claim may end in the middle of a block."""
     plan = STORM._replace(longest=4)

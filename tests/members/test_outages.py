@@ -483,7 +483,7 @@ def as_user(user, umask, work) -> int:
         os._exit(code)
 
 
-@pytest.mark.parametrize("seed", [2, *(every(seed) for seed in (4, 5, 6))])
+@pytest.mark.parametrize("seed", [2, every(4)])
 def test_storms_with_errors_of_the_file_system(tmp_path, seed):
     """Each operation sometimes fails: once, for half a lease, or for three leases."""
     ends = storm(tmp_path / "run", seed, chunks=60, rate=0.01, stale_s=0.6, lost=0.2, full=0.02)

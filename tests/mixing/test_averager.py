@@ -57,7 +57,7 @@ def averages(world, name, dtype, kind, same_host, rounds=None):
 @pytest.mark.parametrize(
     ("n", "same_host"),
     some(
-        [(1, "read"), (2, "put"), (3, "read"), (3, "put"), (4, "read"), (4, "put"), (6, "read")],
+        [(1, "read"), (2, "put"), (3, "read"), (6, "read"), (4, "put")],
         [(3, "read"), (4, "put")],
     ),
 )

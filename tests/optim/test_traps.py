@@ -126,50 +126,115 @@ def test_parameters_with_replaced_memory_are_copied_back(ranks, name, options):
         assert difference == pytest.approx(distance, rel=1e-4)
 
 
-def test_parameters_that_left_the_optimizer_are_rejected():
-    model = make()
-    optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
+def replace_by_assign(model):
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-    with pytest.raises(JobError, match=r"none of the model's parameters"):
+
+
+def left_before_the_first_step(model, optimizer):
+    replace_by_assign(model)
+    train(optimizer, model, 0, range(1))
+
+
+def left_after_a_step(call):
+    """Return a misuse: the model gets other parameters after a step, and then ``call`` is made."""
+
+    def act(model, optimizer):
         train(optimizer, model, 0, range(1))
-    model = make()
-    optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
+        replace_by_assign(model)
+        call(optimizer)
+
+    return act
+
+
+def other_type_after_a_step(model, optimizer):
     train(optimizer, model, 0, range(1))
     model.bfloat16()
-    with pytest.raises(JobError, match=r"torch\.float32 on cpu.*now \(5, 6\) torch\.b"):
-        optimizer.step()
+    optimizer.step()
+
+
+def look_inside_averaged(optimizer):
+    with optimizer.averaged():
+        pass
+
+
+def added_layer(call, steps):
+    """Return a misuse: the model gets another layer after some steps, and ``call`` is made."""
+
+    def act(model, optimizer):
+        train(optimizer, model, 0, range(steps))
+        model.append(nn.Linear(2, 2))
+        call(model, optimizer)
+
+    return act
+
+
+def add_to_gossip(model, optimizer):
+    optimizer.add_param_group({"params": model[3].parameters()})
+
+
+def add_to_inner_optimizer(model, optimizer):
+    optimizer._inner.add_param_group({"params": model[3].parameters()})
+    train(optimizer, model, 0, range(1))
+
+
+def remove_again(model, optimizer):
+    with contextlib.suppress(JobError):
+        add_to_inner_optimizer(model, optimizer)
+    del model[3]
+    train(optimizer, model, 0, range(1))
+
+
+LEFT = r"0\.weight has left.*assign=True"
+ADDED = r"parameters 3\.weight, 3\.bias .* after Gossip .*never be exchanged"
+ADDED_LAYER = {
+    "group of Gossip": (add_to_gossip, r"add_param_group: 2 parameters .*before Gossip"),
+    "consensus distance": (lambda _, optimizer: optimizer.consensus_distance(), ADDED),
+    "averaged": (lambda _, optimizer: look_inside_averaged(optimizer), ADDED),
+    "group of the inner optimizer": (add_to_inner_optimizer, ADDED),
+    "removed again": (remove_again, "2 parameters that are not in the model"),
+}
+CHANGED_PARAMETERS = {
+    "left before the first step": (
+        left_before_the_first_step,
+        "none of the model's parameters",
+    ),
+    "left, step": (left_after_a_step(lambda optimizer: optimizer.step()), LEFT),
+    "left, distance": (left_after_a_step(lambda optimizer: optimizer.consensus_distance()), LEFT),
+    "left, state": (left_after_a_step(lambda optimizer: optimizer.state_dict()), LEFT),
+    "other type": (other_type_after_a_step, r"torch\.float32 on cpu.*now \(5, 6\) torch\.b"),
+    **{
+        f"added after {steps} steps, {name}": (added_layer(call, steps), message)
+        for name, (call, message) in ADDED_LAYER.items()
+        for steps in (0, 1)
+    },
+}
+"""For each case: what a program does with a model and its Gossip, and a pattern of the message."""
+
+
+@on_each("name", CHANGED_PARAMETERS)
+def test_parameters_that_were_changed_after_gossip_are_rejected(name):
+    act, message = CHANGED_PARAMETERS[name]
+    model = make()
+    optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
+    with pytest.raises(JobError, match=message):
+        act(model, optimizer)
+
+
+def test_parameters_that_have_their_type_back_are_accepted():
+    model = make()
+    optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
+    with pytest.raises(JobError):
+        other_type_after_a_step(model, optimizer)
     model.float()
     train(optimizer, model, 0, range(1))
-    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-    for look in (optimizer.step, optimizer.consensus_distance, optimizer.state_dict):
-        with pytest.raises(JobError, match=r"0\.weight has left.*assign=True"):
-            look()
 
 
-def test_parameters_added_after_gossip_are_rejected():
-    def added(steps):
-        model = make()
-        optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
-        train(optimizer, model, 0, range(steps))
-        return model.append(nn.Linear(2, 2)), optimizer
-
-    for steps in (0, 1):
-        model, optimizer = added(steps)
-        with pytest.raises(JobError, match=r"add_param_group: 2 parameters .*before Gossip"):
-            optimizer.add_param_group({"params": model[3].parameters()})
-        late = r"parameters 3\.weight, 3\.bias .* after Gossip .*never be exchanged"
-        with pytest.raises(JobError, match=late):
-            optimizer.consensus_distance()
-        with pytest.raises(JobError, match=late), optimizer.averaged():
-            pass
-        if steps:
-            train(optimizer, model, 0, range(1, 2))  # nothing trains them so far
-        optimizer._inner.add_param_group({"params": model[3].parameters()})
-        with pytest.raises(JobError, match=late):
-            train(optimizer, model, 0, range(2, 3))
-        del model[3]
-        with pytest.raises(JobError, match="2 parameters that are not in the model"):
-            train(optimizer, model, 0, range(2, 3))
+def test_an_added_layer_that_nothing_trains_so_far_is_accepted():
+    model = make()
+    optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
+    added_layer(lambda model, optimizer: train(optimizer, model, 0, range(1, 2)), 1)(
+        model, optimizer
+    )
 
 
 # -- initial models of nodes -----------------------------------------------------------------------
@@ -325,18 +390,18 @@ def test_recalibration_leaves_dropout_off():
         assert model[4].momentum == 0.1
 
 
-def test_recalibration_without_a_norm_is_rejected():
-    model = make()
+@on_each(
+    ("norms", "batches", "message"),
+    [
+        ([], [], "no BatchNorm"),
+        ([nn.BatchNorm1d(2)], [], r"averaged\(recalibrate=…\): .* on rank 0"),
+    ],
+)
+def test_recalibration_needs_a_norm_and_a_batch(norms, batches, message):
+    model = make(0, *norms)
     optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
-    with pytest.raises(JobError, match="no BatchNorm"), optimizer.averaged(recalibrate=[]):
-        pass
-
-
-def test_recalibration_without_a_batch_is_rejected():
-    model = make(0, nn.BatchNorm1d(2))
-    optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
-    with pytest.raises(JobError, match=r"averaged\(recalibrate=…\): .* on rank 0"):
-        optimizer.averaged(recalibrate=iter(())).__enter__()
+    with pytest.raises(JobError, match=message):
+        optimizer.averaged(recalibrate=iter(batches)).__enter__()
 
 
 class Named(nn.Module):
@@ -705,11 +770,6 @@ def two_modules(world):
 def test_several_modules_are_passed_as_one(ranks):
     for equal, mean, expected in ranks(2)(two_modules):
         assert equal and np.allclose(mean, expected, rtol=1e-6)
-    body = make()
-    head = make()
-    both = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
-    with pytest.raises(JobError, match="4 parameters that are not in the model.*ModuleList"):
-        mpigossip.Gossip(SingleProcess(), body, both)
 
 
 # -- the optimizer ---------------------------------------------------------------------
@@ -772,18 +832,26 @@ def test_steps_without_a_gradient_are_reported_once(capsys):
     )
 
 
+INSIDE_AVERAGED = {
+    "step": lambda model, optimizer: train(optimizer, model, 0, range(1)),
+    "consensus_distance": lambda _, optimizer: optimizer.consensus_distance(),
+    "state_dict": lambda _, optimizer: optimizer.state_dict(),
+    "average": lambda _, optimizer: optimizer.average(),
+    "save": lambda _, optimizer: optimizer.save(),
+    "exit": lambda _, optimizer: optimizer.exit(),
+    "averaged": lambda _, optimizer: look_inside_averaged(optimizer),
+}
+
+
 def test_training_and_saving_inside_averaged_are_rejected(tmp_path):
+    """Each call is named in its message, and the training continues after the block."""
     world = SingleProcess()
     model = make()
     optimizer = mpigossip.Gossip(world, model, sgd(model), run=tmp_path)
     with optimizer.averaged():
-        with pytest.raises(JobError, match=r"step\(\) inside averaged\(\)"):
-            train(optimizer, model, 0, range(1))
-        for name in ("consensus_distance", "state_dict", "average", "save", "exit"):
-            with pytest.raises(JobError, match=rf"{name}\(\) inside averaged\(\)"):
-                getattr(optimizer, name)()
-        with pytest.raises(JobError, match=r"averaged\(\) inside averaged"), optimizer.averaged():
-            pass
+        for name, call in INSIDE_AVERAGED.items():
+            with pytest.raises(JobError, match=rf"^{name}\(\) inside averaged\(\)"):
+                call(model, optimizer)
     train(optimizer, model, 0, range(1))
     world.close()
 
@@ -812,12 +880,55 @@ def test_an_exchange_without_a_step_comes_first_or_at_a_rate_of_0():
     assert all(bool(part.isfinite().all()) for (part,) in optimizer.engine.parts().values())
 
 
-# -- arguments of other types ----------------------------------------------------------------------
+# -- arguments ------------------------------------------------------------------------------------
+
+
+class LazyBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+        self.register_buffer("mean", nn.parameter.UninitializedBuffer())
+
+
+def lazy(make_model):
+    """Return arguments of Gossip for a model that is made without shapes."""
+
+    def arguments(_):
+        model = make_model()
+        return SingleProcess(), model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    return arguments
+
+
+def sparse(algorithm):
+    """Return arguments of Gossip for a model with sparse gradients."""
+
+    def arguments(_):
+        model = nn.Embedding(10, 4, sparse=True)
+        return SingleProcess(), model, torch.optim.SparseAdam(model.parameters()), algorithm
+
+    return arguments
+
+
+LAZY = {
+    "parameter 0.weight": lambda: nn.Sequential(nn.LazyLinear(3)),
+    "buffer mean": LazyBuffer,
+}
+DENSE = "exchanges gradients as dense arrays"
 
 
 @on_each(
     ("arguments", "words"),
     [
+        *(
+            (lazy(make_model), rf"the model's {name} has no shape yet.*model\(batch\)")
+            for name, make_model in LAZY.items()
+        ),
+        *((sparse(algorithm), DENSE) for algorithm in ("parallel", "dsgt")),
+        (
+            lambda m: (SingleProcess(), m, sgd(nn.ModuleList([m, make()]))),
+            "4 parameters that are not in the model.*ModuleList",
+        ),
         (
             lambda m: (SingleProcess(), np.zeros(3), sgd(m)),
             r"model is a ndarray.*mpigossip\.Averager",
@@ -836,7 +947,7 @@ def test_an_exchange_without_a_step_comes_first_or_at_a_rate_of_0():
         ),
     ],
 )
-def test_arguments_of_other_types_are_rejected(arguments, words):
+def test_arguments_that_do_not_fit_are_rejected(arguments, words):
     with pytest.raises(JobError, match=words):
         mpigossip.Gossip(*arguments(make()))
 
@@ -999,39 +1110,16 @@ def test_meta_as_the_default_device_is_rejected(call):
         torch.set_default_device(None)
 
 
-class LazyBuffer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 2)
-        self.register_buffer("mean", nn.parameter.UninitializedBuffer())
-
-
-@on_each(
-    "kind, name",
-    [
-        (lambda: nn.Sequential(nn.LazyLinear(3)), "parameter 0.weight"),
-        (LazyBuffer, "buffer mean"),
-    ],
-)
-def test_a_model_without_shapes_is_rejected(kind, name):
+@on_each("name", LAZY)
+def test_a_twin_without_shapes_is_rejected(name):
     model = make()
-    lazy = kind()
-    with pytest.raises(JobError, match=rf"the model's {name} has no shape yet.*model\(batch\)"):
-        mpigossip.Gossip(SingleProcess(), lazy, torch.optim.SGD(lazy.parameters(), lr=0.1))
     optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
     with pytest.raises(JobError, match=f"the twin's {name} has no shape yet"):
-        optimizer.averaged(lazy).__enter__()
+        optimizer.averaged(LAZY[name]()).__enter__()
 
 
-def test_sparse_adam_is_rejected_if_gradients_become_dense():
-    for algorithm in ("dsgd", "parallel", "dsgt"):
-        model = nn.Embedding(10, 4, sparse=True)
-        with SingleProcess() as world:
-            inner = torch.optim.SparseAdam(model.parameters())
-            if algorithm != "dsgd":
-                with pytest.raises(JobError, match="exchanges gradients as dense arrays"):
-                    mpigossip.Gossip(world, model, inner, algorithm=algorithm)
-                continue
-            optimizer = mpigossip.Gossip(world, model, inner, algorithm=algorithm)
-            model(torch.tensor([1, 2])).sum().backward()
-            optimizer.step()
+def test_sparse_adam_trains_with_an_algorithm_that_exchanges_models():
+    world, model, inner, algorithm = sparse("dsgd")(None)
+    optimizer = mpigossip.Gossip(world, model, inner, algorithm=algorithm)
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()

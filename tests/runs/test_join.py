@@ -28,7 +28,7 @@ from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import LogWriter, read
 from mpigossip.training.assemble import load
 from mpigossip.training.rules import check_member
-from tests.cases import every
+from tests.cases import every, on_each
 from tests.members.storm import begin
 
 SMALL = [
@@ -312,56 +312,123 @@ def test_a_file_system_without_hard_links_is_rejected(tmp_path, monkeypatch):
         join(tmp_path / "run", job())
 
 
-def test_folders_that_are_rejected(tmp_path, capsys):
-    folder = tmp_path / "run"
-    with pytest.raises(JobError, match="holds no training yet"):
-        join(folder)
+@pytest.fixture(scope="module")
+def finished_folder(tmp_path_factory):
+    """Return the folder of a training that one member has finished; tests change copies of it."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    members(folder, 1)
+    return folder
+
+
+@pytest.fixture
+def folder(finished_folder, tmp_path):
+    return shutil.copytree(finished_folder, tmp_path / "run")
+
+
+def in_job_file(old, new):
+    """Return a change of a folder: a text in its copy of the job is replaced."""
+
+    def change(folder):
+        text = (folder / "job.toml").read_text()
+        assert old in text
+        (folder / "job.toml").write_text(text.replace(old, new, 1))
+
+    return change
+
+
+def let_others_write(folder):
+    folder.chmod(0o777)
+
+
+def of_other_files(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "thesis.tex").touch()
+
+
+def overwrite_the_end(folder):
+    (folder / "END").write_text("{}")
+
+
+def replace_by_a_file(folder):
+    shutil.rmtree(folder)
+    folder.touch()
+
+
+def link_the_job_file(folder):
+    (folder / "job.toml").rename(folder.parent / "moved")
+    (folder / "job.toml").symlink_to(folder.parent / "moved")
+
+
+def unchanged(folder):
+    pass
+
+
+def join_with_a_job(folder):
+    join(folder, job())
+
+
+def join_with_another_rate(folder):
+    join(folder, job("schedule.lr=0.5"))
+
+
+def replay_with_a_job(folder):
+    replay(folder, job=job())
+
+
+OTHER_VERSION = "was begun with another version or model"
+CUSTOM = 'imports model.name = "os:system"'
+OWN_COPY = f"{CUSTOM}: to run that code, pass your own copy: `mpigossip"
+name_custom_code = in_job_file('name = "mlp"', 'name = "os:system"')
+
+
+REJECTED_FOLDERS = {
+    "another job": (
+        *(unchanged, join_with_another_rate),
+        "another job .*schedule.lr = 0.5, in the folder 0.003",
+    ),
+    "writable by others": (let_others_write, join, "chmod go-w"),
+    "other files, join": (of_other_files, join, "belong to no training"),
+    "other files, join with a job": (of_other_files, join_with_a_job, "belong to no training"),
+    "other files, replay": (of_other_files, replay, "belong to no training"),
+    "no folder": (shutil.rmtree, join, "holds no training yet"),
+    "a file": (replace_by_a_file, join_with_a_job, 'run" is a file'),
+    "another torch": (in_job_file("torch 2", "torch 1"), join, OTHER_VERSION),
+    "another format": (in_job_file("members 2", "members 9"), join, OTHER_VERSION),
+    "another model": (in_job_file("parameters ", "x"), join, OTHER_VERSION),
+    "custom code, join": (name_custom_code, join, f"{OWN_COPY} join "),
+    "custom code, replay": (name_custom_code, replay, f"{OWN_COPY} replay "),
+    # the user's copy of the job does not name the code
+    "custom code, replay with a job": (name_custom_code, replay_with_a_job, CUSTOM),
+    "no record of the end": (overwrite_the_end, replay, "END is not a record"),
+    "linked job, join": (link_the_job_file, join, "is a symbolic link"),
+    "linked job, replay": (link_the_job_file, replay, "is a symbolic link"),
+}
+"""For each case: a change of the folder of a finished training, a call, and part of the message."""
+
+
+@pytest.mark.parametrize("name", REJECTED_FOLDERS)
+def test_folders_that_are_rejected(folder, name):
+    change, call, message = REJECTED_FOLDERS[name]
+    change(folder)
+    with pytest.raises((JobError, StoreError), match=message):
+        call(folder)
+
+
+def test_a_lease_is_at_least_two_minutes():
     with pytest.raises(JobError, match="at least 120"):
         job("members.lease_s=10")
-    members(folder, 1)
-    with pytest.raises(JobError, match="another job .*schedule.lr = 0.5, in the folder 0.003"):
-        join(folder, job("schedule.lr=0.5"))
-    folder.chmod(0o777)
-    with pytest.raises(JobError, match="chmod go-w"):
-        join(folder)
-    folder.chmod(0o700)
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "thesis.tex").touch()
-    with pytest.raises(JobError, match="belong to no training"):
-        join(other, job())
-    for call in (join, replay):
-        with pytest.raises(JobError, match="belong to no training"):
-            call(other)
-    for command in (["resume", str(folder)], ["train", "digits", f"run.output={folder}"]):
-        assert cli.main(command) == 2
-        assert f"continue it with `mpigossip join {folder}`" in capsys.readouterr().err
-    text = (folder / "job.toml").read_text()
-    for was, now in (("torch 2", "torch 1"), ("members 2", "members 9"), ("parameters ", "x")):
-        (folder / "job.toml").write_text(text.replace(was, now, 1))
-        with pytest.raises(JobError, match="was begun with another version or model"):
-            join(folder, lease_s=30.0)
-    (folder / "job.toml").unlink()
-    (folder / "job.toml").write_text(text.replace('name = "mlp"', 'name = "os:system"'))
-    for call in (join, replay):
-        said = f"to run that code, pass your own copy: `mpigossip {call.__name__} "
-        with pytest.raises(JobError, match=f'imports model.name = "os:system": {said}'):
-            call(folder)
-    with pytest.raises(JobError, match='imports model.name = "os:system"'):
-        replay(folder, job=job())  # the user's copy of the job does not name it
-    (folder / "job.toml").write_text(text.replace('"cpu:1"', '"gpu:1"'))
+
+
+@on_each("words", [["resume", "FOLDER"], ["train", "digits", "run.output=FOLDER"]])
+def test_commands_for_runs_name_the_command_for_members(folder, capsys, words):
+    assert cli.main([word.replace("FOLDER", str(folder)) for word in words]) == 2
+    assert f"continue it with `mpigossip join {folder}`" in capsys.readouterr().err
+
+
+def test_devices_of_another_machine_are_read_from_the_folder(folder):
+    in_job_file('"cpu:1"', '"gpu:1"')(folder)
     assert joining.job_there(RecordStore(folder)).node.devices == "gpu:1"
-    (folder / "job.toml").write_text(text)
-    (folder / "END").write_text("{}")
-    with pytest.raises(StoreError, match="END is not a record"):
-        replay(folder)
-    (folder / "job.toml").rename(tmp_path / "moved")
-    (folder / "job.toml").symlink_to(tmp_path / "moved")
-    for call in (join, replay):
-        with pytest.raises(StoreError, match="is a symbolic link"):
-            call(folder)
-    with pytest.raises(JobError, match='moved" is a file'):
-        join(tmp_path / "moved", job())
 
 
 def test_only_a_graph_may_name_a_file(tmp_path):

@@ -1,4 +1,4 @@
-"""jobs/own at a small size: a PINN, a segmentation, a stream, a model of transformers."""
+"""Jobs of jobs/own at a small size: a PINN, a segmentation, a stream, a model of transformers."""
 
 import sys
 from pathlib import Path

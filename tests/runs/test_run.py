@@ -71,11 +71,15 @@ def trained(world, n, settings, steps):
 
 
 def cases(n):
-    """Return algorithms with a graph for n = 3, graphs with an algorithm for n = 4, and others."""
-    if n != 4:
+    """Return algorithms for n = 1, 2 and 3, graphs for n = 1, 4, 6 and 8.
+
+    With the slots and ways of the test, all pairs of an algorithm, or a graph, and a number of
+    slots or a way occur. The battery in tests/algorithms has algorithms on six nodes.
+    """
+    if n <= 3:
         yield from [[algorithm] for algorithm in [*ALGORITHMS, "algorithm.name=parallel"]]
         yield from [["algorithm.name=dsgd", order] for order in ORDERS]
-    for graph in GRAPHS if n != 3 else ():
+    for graph in GRAPHS if n not in (2, 3) else ():
         if graph != "one-peer-hypercube" or not n & (n - 1):
             yield ["algorithm.name=dmsgd", f"graph.name={graph}"]
 

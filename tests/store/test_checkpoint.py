@@ -1,3 +1,5 @@
+"""Checkpoints: contents, digests, damage, pruning, and errors of the disk."""
+
 import argparse
 import dataclasses
 import errno

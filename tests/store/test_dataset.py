@@ -12,7 +12,6 @@ from mpigossip.data.sources import DIGITS
 from mpigossip.store import StoreError
 from mpigossip.store.dataset import open_dataset, pack, show
 from mpigossip.store.packing import SPLITS, checksum_of
-from tests.cases import on_each
 from tests.store.examples import folder_of_images, set_dataset
 
 
@@ -67,79 +66,11 @@ def test_pack_decoded_keeps_pixels(tmp_path, mode):
         np.testing.assert_array_equal([data.mean, data.std], [files.mean, files.std])
 
 
-def test_pack_decoded_rejects_sizes_and_text(tmp_path):
-    root = folder_of_images(tmp_path / "images")
-    with pytest.raises(StoreError, match=r"--decoded .* \d+ sizes, from"):
-        pack(root, tmp_path / "out.h5", decoded=True)
-    with pytest.raises(StoreError, match="--decoded is for images"):
-        pack(root, tmp_path / "out.h5", decoded=True, text=True)
-    with pytest.raises(StoreError, match="--image-size 32 is for images only"):
-        pack(root, tmp_path / "out.h5", image_size=32, text=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["images"]
-
-
 def test_large_files_are_decoded_in_threads(tmp_path):
     root = folder_of_images(tmp_path / "images", sides=(90, 100))
     with open_dataset(pack(root, tmp_path / "out.h5")) as data:
         names = sorted(root.glob("train/*/*"))
         assert all(data.train.encoded(i) == path.read_bytes() for i, path in enumerate(names))
-
-
-def test_pack_names_bad_files(tmp_path):
-    root = folder_of_images(tmp_path / "images")
-    (root / "train/ape/notes.txt").write_text("not an image")
-    content = (root / "test/bee/0.png").read_bytes()
-    (root / "test/bee/0.png").write_bytes(content[: len(content) // 2])
-    with pytest.raises(StoreError, match="2 of 28 files") as error:
-        pack(root, tmp_path / "out.h5")
-    assert "notes.txt" in str(error.value) and "test/bee/0.png" in str(error.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["images"]
-
-
-def test_pack_rejects_more_than_8_bits(tmp_path):
-    """Pillow would clip the pixels, so that most of the image would become white."""
-    root = folder_of_images(tmp_path / "images")
-    pixels = np.full((9, 9), 40_000, np.uint16)
-    Image.fromarray(pixels).save(root / "train/ape/0.png")
-    with pytest.raises(StoreError, match="(?s)1 of 27 files.*mode I;16 has more than 8 bits"):
-        pack(root, tmp_path / "out.h5")
-
-
-@pytest.mark.parametrize(
-    ("remove", "message"),
-    [
-        ("train", "no folder train/"),
-        ("test", "no folder val/"),
-        ("train/cat", "classes that .* lacks: cat"),
-    ],
-)
-def test_pack_names_missing_folders(tmp_path, remove, message):
-    root = folder_of_images(tmp_path / "images")
-    (root / remove).rename(tmp_path / "elsewhere")
-    with pytest.raises(StoreError, match=message):
-        pack(root, tmp_path / "out.h5")
-
-
-def test_pack_does_not_overwrite_other_files(tmp_path):
-    (tmp_path / "b.md").write_text("a text")
-    with pytest.raises(StoreError, match=r"b\.md exists and is not a data set"):
-        pack(tmp_path, tmp_path / "b.md", text=True)
-    assert (tmp_path / "b.md").read_text() == "a text"
-
-
-@on_each(
-    ("source", "out", "options", "message"),
-    [
-        ("nothing", "out.h5", {}, "nothing is not a folder"),
-        ("images", "nowhere/out.h5", {}, "nowhere.* can't be written"),
-        ("images", "out.h5", {"image_size": 0}, "--image-size 0"),
-    ],
-)
-def test_pack_rejects_missing_folders_and_image_size_0(tmp_path, source, out, options, message):
-    if not (tmp_path / "images").exists():
-        folder_of_images(tmp_path / "images")
-    with pytest.raises(StoreError, match=message):
-        pack(tmp_path / source, tmp_path / out, **options)
 
 
 def test_pack_text(tmp_path):
@@ -153,12 +84,81 @@ def test_pack_text(tmp_path):
         assert data.kind == "text" and data.classes == ("b.txt", "deep/c.txt")
         assert data.train.array().tobytes() == b"0123456789" * 9 + b"x" * 45
         assert data.test.encoded(0) == b"0123456789" and data.test.encoded(1) == b"xxxxx"
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(StoreError, match="no files with text"):
-        pack(empty, tmp_path / "none.h5", text=True)
-    with pytest.raises(StoreError, match="--image-size 32 is for images only"):
-        pack(root, tmp_path / "none.h5", text=True, image_size=32)
+
+
+def moved(name):
+    """Return a change of a folder of images: a file or folder of it is moved out."""
+    return lambda images: (images / name).rename(images.parent / "elsewhere")
+
+
+def halve_a_file_and_add_another(images):
+    (images / "train/ape/notes.txt").write_text("not an image")
+    content = (images / "test/bee/0.png").read_bytes()
+    (images / "test/bee/0.png").write_bytes(content[: len(content) // 2])
+
+
+def add_an_image_of_16_bits(images):
+    """Pillow would clip the pixels, so that most of the image would become white."""
+    pixels = np.full((9, 9), 40_000, np.uint16)
+    Image.fromarray(pixels).save(images / "train/ape/0.png")
+
+
+def add_an_empty_folder(images):
+    (images / "empty").mkdir()
+
+
+def add_a_text(images):
+    (images / "b.md").write_text("a text")
+
+
+REJECTED_BY_PACK = {
+    "images of several sizes": (None, "", "", {"decoded": True}, r"--decoded .* \d+ sizes, from"),
+    "decoded text": (
+        *(None, "", "", {"decoded": True, "text": True}),
+        "--decoded is for images",
+    ),
+    "size of a text": (
+        *(None, "", "", {"image_size": 32, "text": True}),
+        "--image-size 32 is for images only",
+    ),
+    "size 0": (None, "", "", {"image_size": 0}, "--image-size 0"),
+    "no such folder": (None, "nothing", "", {}, "nothing is not a folder"),
+    "no folder for the file": (None, "", "nowhere/out.h5", {}, "nowhere.* can't be written"),
+    "no text": (add_an_empty_folder, "empty", "", {"text": True}, "no files with text"),
+    "a text in place of the data set": (
+        *(add_a_text, "", "images/b.md", {"text": True}),
+        r"b\.md exists and is not a data set",
+    ),
+    "no folder train": (moved("train"), "", "", {}, "no folder train/"),
+    "no folder test": (moved("test"), "", "", {}, "no folder val/"),
+    "a class without samples": (moved("train/cat"), "", "", {}, "classes that .* lacks: cat"),
+    "damaged files": (
+        *(halve_a_file_and_add_another, "", "", {}),
+        "(?s)2 of 28 files(?=.*notes.txt).*test/bee/0.png",
+    ),
+    "16 bits": (
+        *(add_an_image_of_16_bits, "", "", {}),
+        "(?s)1 of 27 files.*mode I;16 has more than 8 bits",
+    ),
+}
+"""Case: change of the folder of images, packed folder in it, packed file, options, and message.
+
+"" stands for the folder of images itself, or for the file out.h5 beside it.
+"""
+
+
+@pytest.mark.parametrize("name", REJECTED_BY_PACK)
+def test_what_pack_rejects(tmp_path, name):
+    """Nothing is written: all files are as they were before the call."""
+    change, source, out, options, message = REJECTED_BY_PACK[name]
+    images = folder_of_images(tmp_path / "images")
+    if change:
+        change(images)
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    with pytest.raises(StoreError, match=message):
+        pack(images / source, tmp_path / (out or "out.h5"), **options)
+    after = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    assert after == before
 
 
 def test_show(packed):
@@ -167,31 +167,57 @@ def test_show(packed):
     assert "CC BY 4.0" in show(DIGITS) and "1437 samples" in show(DIGITS)
 
 
-def test_missing_and_other_files(tmp_path):
-    with pytest.raises(StoreError, match="does not exist; .*mpigossip data pack"):
-        open_dataset(tmp_path / "none.h5")
-    with pytest.raises(StoreError, match="is a folder"):
-        open_dataset(tmp_path)
-    (tmp_path / "text.h5").write_text("hello")
-    with pytest.raises(StoreError, match="can't be opened as an HDF5 file"):
-        open_dataset(tmp_path / "text.h5")
-    with h5py.File(tmp_path / "other.h5", "w") as file:
-        file["x"] = 1
-    with pytest.raises(StoreError, match="has no attribute format"):
-        open_dataset(tmp_path / "other.h5")
-
-
-def test_a_truncated_file(packed):
-    packed.write_bytes(packed.read_bytes()[:-2000])
-    with pytest.raises(StoreError, match="is truncated"):
-        open_dataset(packed)
-
-
 def set_element(name, index, value):
     def change(file):
         file[name][index] = value
 
     return change
+
+
+def without_file(path):
+    path.unlink()
+
+
+def folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def text_file(path):
+    path.write_text("hello")
+
+
+def other_hdf5_file(path):
+    with h5py.File(path, "w") as file:
+        file["x"] = 1
+
+
+def shorter(path):
+    path.write_bytes(path.read_bytes()[:-2000])
+
+
+def chunked(path):
+    with h5py.File(path, "r+") as file:
+        payload = file["train/bytes"][:]
+        del file["train/bytes"]
+        file.create_dataset("train/bytes", data=payload, chunks=(100,))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_file, "does not exist; .*mpigossip data pack"),
+        (folder, "is a folder"),
+        (text_file, "can't be opened as an HDF5 file"),
+        (other_hdf5_file, "has no attribute format"),
+        (shorter, "is truncated"),
+        (chunked, "not stored contiguously"),
+    ],
+)
+def test_files_that_are_no_complete_data_set_are_rejected(packed, change, message):
+    change(packed)
+    with pytest.raises(StoreError, match=message):
+        open_dataset(packed)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +243,8 @@ def set_element(name, index, value):
         (lambda file: file.attrs.update(kind=np.bytes_("video")), "kind is 'video'"),
     ],
 )
-def test_contradictions(packed, change, message):
+def test_contents_that_contradict_each_other_are_rejected(packed, change, message):
+    """The checksums are right, and the message is one line that names the file."""
     with h5py.File(packed, "r+") as file:
         change(file)
         for split in set(SPLITS) & set(file):  # contradictions, not damage
@@ -225,15 +252,6 @@ def test_contradictions(packed, change, message):
     with pytest.raises(StoreError, match=message) as error:
         open_dataset(packed)
     assert str(packed) in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_chunked_payload_is_rejected(packed):
-    with h5py.File(packed, "r+") as file:
-        payload = file["train/bytes"][:]
-        del file["train/bytes"]
-        file.create_dataset("train/bytes", data=payload, chunks=(100,))
-    with pytest.raises(StoreError, match="not stored contiguously"):
-        open_dataset(packed)
 
 
 def test_a_file_that_becomes_shorter_while_open(packed):

@@ -1,3 +1,5 @@
+"""The log of a run: columns, evaluations, resuming, damage, and interrupted writes."""
+
 import contextlib
 import os
 import random

@@ -1,4 +1,4 @@
-"""Scripts of jobs/ that draw papers' figures and compare methods for a paper, in little."""
+"""Scripts of jobs/ that draw figures of papers and compare methods, run at a small size."""
 
 import runpy
 from pathlib import Path

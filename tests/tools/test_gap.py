@@ -1,4 +1,4 @@
-"""jobs/claims/gap.py and its designs: equal rates, remedies, the rule of thumb."""
+"""jobs/claims/gap.py and its designs: runs at equal rates, remedies, and the rule of thumb."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""tools/gpu_check.sh on a machine without a GPU: says so and ends with code 3; its table."""
+"""tools/gpu_check.sh without a GPU: its message, exit code 3, and its table of results."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""jobs/sweep.py, as one calls it."""
+"""The command line of jobs/sweep.py."""
 
 import subprocess
 import sys
