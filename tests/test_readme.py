@@ -24,6 +24,7 @@ FEWER = {
     "train": ["run.steps=6"],
     "simulate": ["run.steps=6"],
     "resume": ["run.steps=8"],
+    "join": ["run.steps=6"],
 }
 # Each runs in a separate process: they start MPI, or adapt to the machine.
 APART = {"doctor", "bench", "plan", "train"}
@@ -135,6 +136,40 @@ def test_the_commands_of_the_site_run_as_pasted(shell, page):
     for line in lines:
         shell(line)
     assert lines
+
+
+EXAMPLE = re.compile(r"^```bash\n([^\n]*)\n```\n+```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+"""A command, and the block with its output. A line … stands for lines that are left out."""
+MACHINE = re.compile(r"note: cores")
+"""Lines that depend on the cores of the machine."""
+
+
+def forms(output):
+    """Return lines without values (numbers, digests, paths) and spaces that align columns."""
+    output = re.sub(r"/\S*(?= |$)", "PATH", output, flags=re.MULTILINE)
+    output = re.sub(r"(?<![\w.=-])[+-]?\d[\d.,]*(e[+-]?\d+)?(?!\w)|\b[0-9a-f]{64}\b", "#", output)
+    return [" ".join(line.split()) for line in output.splitlines()]
+
+
+@pytest.mark.every
+def test_the_page_of_commands_runs_as_pasted_and_prints_lines_of_the_forms_shown(shell, tmp_path):
+    """The commands run in the order of the page, with fewer steps and therefore other values."""
+    folder_of_images(tmp_path / "pets", sides=(40, 40), count=4, classes=("cat", "dog"))
+    examples = EXAMPLE.findall(text("tools/docs/commands.md"))
+    written = [
+        line for block in blocks("tools/docs/commands.md", "bash") for line in block.split("\n")
+    ]
+    assert [command for command, _ in examples] == [line for line in written if line]
+    wrong = []
+    for command, block in examples:
+        printed = iter(forms(shell(command)))
+        shown = [line for line in block.splitlines() if not MACHINE.match(line)]
+        wrong += [
+            f"{command}: {line}"
+            for line in forms("\n".join(shown))
+            if line not in ("…", "digest …") and line not in printed
+        ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_a_few_lines_load_the_exported_model(tmp_path, monkeypatch):

@@ -22,12 +22,18 @@ COLUMNS = {
 
 
 def folder_of_images(
-    root: Path, test: str = "test", mode: str = "RGB", sides=(20, 30), count=6, suffix="png"
+    root: Path,
+    test: str = "test",
+    mode: str = "RGB",
+    sides=(20, 30),
+    count=6,
+    suffix="png",
+    classes=("ape", "bee", "cat"),
 ) -> Path:
-    """Create three classes, each with ``count`` training images and ``count // 2`` test images."""
+    """Create ``count`` training images and ``count // 2`` test images of each class."""
     rng = np.random.default_rng(0)
     for split, images in (("train", count), (test, count // 2)):
-        for name in ("ape", "bee", "cat"):
+        for name in classes:
             folder = root / split / name
             folder.mkdir(parents=True)
             for number in range(images):
