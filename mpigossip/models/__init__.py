@@ -1,4 +1,4 @@
-"""Models by name: mlp, lenet, resnet20, resnet56, resnet50, gpt, or "package.module:factory"."""
+"""Models by name: the built-in models of `BUILDERS`, and custom ones, "package.module:factory"."""
 
 import math
 import warnings
@@ -257,9 +257,10 @@ def loss_and_correct(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scores(outputs: Any) -> Tensor:
-    """Return the scores in ``output``, the output of a model.
+    """Return the scores in ``outputs``, which a model has returned.
 
-    The output is a tensor of scores, or an object with the attribute `logits`, as in transformers.
+    ``outputs`` is a tensor of scores, or an object with the attribute `logits`, as in transformers.
+    Any other object is returned unchanged.
     """
     return outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", outputs)
 
@@ -306,5 +307,6 @@ def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:
     if output_shape != expected:
         raise JobError(
             f'model.name = "{name}" returns outputs of shape {output_shape} for one of {what}; '
-            f"{classes} classes need {expected}"
+            f"{classes} classes need {expected}; change the last layer of the model, or the number "
+            "of classes of the data"
         )

@@ -50,7 +50,7 @@ INK = 0.6
 
 
 def style(k: int) -> dict[str, Any]:
-    """Return the colour, the line style and the marker of the k-th curve in a plot."""
+    """Return the colour, line style and marker of the curve with index k in a plot, from 0 on."""
     return {"color": COLOURS[k % 7], "linestyle": LINES[k % 5], "marker": MARKERS[k % 5]}
 
 
@@ -110,7 +110,10 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
 
 
 def _of_all(study: Results) -> str:
-    """Return the title of a figure: the settings of all curves, and the meaning of the bands."""
+    """Return the title of a figure: the number of nodes if it is the same in all curves, and seeds.
+
+    With several seeds, the title also explains that curves are means and bands are intervals.
+    """
     parts = [] if "nodes" in study.axes else [f"n = {study.cells[0].nodes}"]
     seeds = len(study.seeds)
     if seeds > 1:
@@ -139,6 +142,7 @@ def _panel_axis(study: Results) -> str | None:
 
 
 def _name(cell: Cell, axes: list[str]) -> str:
+    """Return the name of a point's curve, which consists of its labels on some axes of the grid."""
     return ", ".join(_label_text(axis, cell.label(axis)) for axis in axes)
 
 
@@ -195,6 +199,16 @@ def _places(run: RunResult, x: str) -> np.ndarray:
 
 
 def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: str) -> None:
+    """Draw the curve of a point and its band; without a run that ended, only a legend entry.
+
+    :param axes: axes of matplotlib
+    :param study: results of the study
+    :param cell: the point
+    :param y: metric on the vertical axis
+    :param x: key of `AXES`, which determines the horizontal axis
+    :param style: keyword arguments of matplotlib for the curve
+    :param name: name of the curve in the legend, to which the number of diverged runs is added
+    """
     runs = study.ended(cell)
     lost_runs = lost(study.rows[study.cells.index(cell)])
     label = f"{name} ({', '.join(lost_runs)})" if lost_runs else name

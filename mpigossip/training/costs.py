@@ -103,7 +103,7 @@ def subject(job: Job, element_size: int = 4) -> tuple[Subject, str]:
 def sized_subject(job: Job, parameters: int, element_size: int = 4, buffers: int = 0) -> Subject:
     """Return the subject of a model of which only the size is known.
 
-    :param job: all settings but the model and the data, which are ignored
+    :param job: the job; its model and its data are ignored
     :param parameters: number of trained parameters
     :param element_size: bytes of an element of a gradient
     :param buffers: bytes of the module's buffers
@@ -119,6 +119,9 @@ def data_or_stand_in(job: Job) -> tuple[JobData, str]:
     """Return the data of the job, or synthetic data of the same shape if they are not on this host.
 
     The second value is a note that describes the synthetic data, or "".
+
+    :raises JobError: if data of a built-in source, or data that exist on this host, are invalid
+    :raises StoreError: if such data can't be read
     """
     section = job.data
     try:
@@ -234,6 +237,7 @@ def exchanges(subject: Subject, n: int, period: float | None = None) -> Exchange
 
 
 _PERIODS: dict[str, float] = {}
+"""Results of :func:`average_period`, because each takes a simulation of the cadence."""
 
 
 def average_period(subject: Subject, n: int) -> float:
@@ -323,7 +327,11 @@ def memory(subject: Subject, job_exchanges: Exchanges) -> dict[str, int]:
 
 
 def add_memory(messages: dict[str, int], others: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Return the bytes of several mixers by purpose, which `Mixer.memory` returns for each."""
+    """Return the sum of the bytes of several mixers, by purpose.
+
+    :param messages: bytes of one mixer by purpose, as `Mixer.estimate_memory` returns them
+    :param others: the same for each of the other mixers
+    """
     total = Counter(messages)
     for other in others:
         total.update(other)

@@ -48,7 +48,7 @@ class Evaluation(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """Accuracy of the averaged model, if the task has this metric."""
+        """Accuracy of the averaged model; KeyError if the task has no metric of this name."""
         return self.averaged["accuracy"]
 
 
@@ -136,6 +136,7 @@ def average_buffers(
 ) -> None:
     """Set the floating-point buffers of ``module`` to their exact average over slots and nodes.
 
+    Other buffers, such as counters, keep their values.
     Collective over nodes and their slots.
 
     :param mixer: communication between nodes
@@ -199,6 +200,11 @@ def recalibrate(
     The mean of the nodes' statistics would be wrong, because these belong to models with other
     weights. Slot 0 of each node therefore runs the averaged model on its ``batches``, with only the
     BatchNorm layers in training mode. The result is the exact mean over the batches and nodes.
+
+    :param module: averaged model, which is in evaluation mode afterwards
+    :param replicas: the local model copies, whose task runs the model
+    :param mixer: communication between nodes
+    :param batches: for each step, one batch per local node and local slot, slots varying fastest
     """
     group = replicas.group
     slots = len(replicas.group.local_slots)

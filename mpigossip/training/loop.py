@@ -56,6 +56,7 @@ class Trainer:
 
     @property
     def mixer(self) -> Mixer:
+        """Communication between nodes, by which the engine exchanges."""
         return self.engine.mixer
 
     def step(self, data_step: int | None = None, rate_step: int | None = None) -> StepMetrics:
@@ -63,6 +64,7 @@ class Trainer:
 
         :param data_step: step whose batches and random seeds are used; None: the engine's step
         :param rate_step: step whose learning rate is used; None: ``data_step``
+        :raises NonFiniteError: before the update, if the loss of a node is NaN or infinite
         """
         engine = self.engine
         replicas = self.replicas

@@ -134,6 +134,7 @@ class Machine:
     encode_rate: float = 0.0
     """Bytes/s of float32 values at which a lossy wire encodes; 0: encoding takes no time."""
     decode_rate: float = 0.0
+    """Bytes/s of float32 values at which a lossy wire decodes; 0: decoding takes no time."""
 
     def with_values(self, values: Mapping[str, float | None]) -> Machine:
         """Return this machine with values that a user has given; None leaves a value unchanged.
@@ -186,6 +187,6 @@ def _read(name: str) -> Machine:
     except (ValueError, TypeError, OSError) as error:
         message = (
             f"clock.network: {name} is not a file that `mpigossip plan … --save FILE` wrote: "
-            f"{error}"
+            f"{error}; write it again"
         )
         raise JobError(message) from None

@@ -44,8 +44,8 @@ class Precision:
     float16 can't represent magnitudes below 6e-8 or above 65504, so each node scales its loss. If
     the gradient of any slot overflows, all slots of the node skip the local step, take part in the
     round as usual, and halve the scale. After GROWTH_INTERVAL steps without an overflow, the scale
-    is doubled. Scales are powers of two, so scaling does not round (Micikevicius et al., ICLR
-    2018).
+    is doubled. Scales are powers of two from 2⁻¹⁴ to 2²⁴, so scaling does not round (Micikevicius
+    et al., ICLR 2018).
     """
 
     def __init__(self, name: str, devices: Sequence[str], rows: int):
@@ -103,6 +103,8 @@ class Precision:
     ) -> tuple[int, ...]:
         """Divide the averaged gradients by the loss scale, and adapt the scale to overflows.
 
+        Without loss scales, which only "fp16" has, do nothing and return ().
+
         :param g: shards of the gradient, one per slot, (rows, p) each
         :param group: slots of the node
         :param mean: function that averages float64 arrays (rows, 1) over nodes, if all nodes have
@@ -149,12 +151,16 @@ class Precision:
 
 
 def arranged(module: nn.Module, setting: str, device: str) -> nn.Module:
-    """Return the module, with weights in channels-last format if `node.channels_last` is set.
+    """Return the module, with weights in channels-last format if `node.channels_last` says so.
 
-    The value "auto" stands for true if the model has two-dimensional convolutions and runs on
-    NVIDIA GPUs. Only weights have to be converted, because the first convolution converts its
-    input. On GPUs, cuDNN then benchmarks its algorithms for each new shape, unless torch is set to
-    deterministic algorithms.
+    A model without two-dimensional convolutions is returned unchanged. For others, "auto" converts
+    the weights if the slots are NVIDIA GPUs. Only weights have to be converted, because the first
+    convolution converts its input. On GPUs, cuDNN then benchmarks its algorithms for each new
+    shape, unless torch is set to deterministic algorithms.
+
+    :param module: the model
+    :param setting: value of `node.channels_last`
+    :param device: device of the first slot
     """
     on_gpu = device.startswith("cuda")
     if not any(isinstance(part, nn.Conv2d) for part in module.modules()):

@@ -4,17 +4,18 @@ A table of rules is a sequence of groups. Only the first broken rule of a group 
 it explains the others. The condition of a rule is a function of a subject that contains the job. If
 it returns a dictionary, the values in it are inserted into the templates of message and remedy.
 
-====================  ============================================  ==============================
-table                 subject                                       asked by
-====================  ============================================  ==============================
-`COMPATIBILITY`       parts of a job: graph, method, cadence, wire  :func:`incompatibilities`
-`SETTINGS`            job and its slots                             :func:`contradictions`
-`LAUNCH`              job, its slots, and the ranks that run it     :func:`launch_problems`
-`SURVIVAL`, `FAULTS`  job                                           functions of the same names
-`CUSTOM_LOOP`         parts of the job of a custom loop, its world  :func:`loop_problems`
-`MEMBERS`             job, and its parts if members can train it    :func:`check_member`
-`VECTORIZATION`       job and model                                 :func:`check_vmap`
-====================  ============================================  ==============================
+================  ============================================  =============================
+table             subject                                       used by
+================  ============================================  =============================
+`COMPATIBILITY`   parts of a job: graph, method, cadence, wire  :func:`incompatibilities`
+`SETTINGS`        job and its number of slots per node          :func:`contradictions`
+`LAUNCH`          job, its slots, and the world that runs it    :func:`launch_problems`
+`SURVIVAL`        job and its number of slots per node          :func:`survival_problems`
+`FAULTS`          job and its number of slots per node          :func:`fault_problems`
+`CUSTOM_LOOP`     parts of the job of a custom loop, its world  :func:`loop_problems`
+`MEMBERS`         job, and its parts if members can train it    :func:`check_member`
+`VECTORIZATION`   job, model, objective and a batch             :func:`check_vmap`
+================  ============================================  =============================
 """
 
 import contextlib
@@ -137,7 +138,10 @@ def incompatibilities(parts: JobParts) -> list[str]:
 
 
 def contradictions(job: Job) -> list[str]:
-    """Return messages about settings that have no effect or contradict each other."""
+    """Return messages about settings that have no effect or contradict each other.
+
+    If `clock.network` is not "none", errors of section `[clock]` are included.
+    """
     messages = problems(SETTINGS, Launch(job, shape.slots(job)))
     try:
         if job.clock.network != OFF:
@@ -166,17 +170,20 @@ def fault_problems(job: Job) -> list[str]:
 
 
 def loop_problems(parts: JobParts, world: World, has_graph_object: bool) -> list[str]:
-    """Return the settings that a custom loop does not support.
+    """Return messages about settings that a custom loop does not support.
 
     :param parts: parts of the job that is equivalent to the arguments of `Gossip`
-    :param world: all ranks
+    :param world: world of all ranks of the program
     :param has_graph_object: whether the program passed a graph object instead of a name
     """
     return problems(CUSTOM_LOOP, CustomLoop(parts, world, has_graph_object))
 
 
 def check_member(job: Job) -> None:
-    """Raise JobError, with all problems, if members can't train this job."""
+    """Check that members can train a job.
+
+    :raises JobError: if they can't; it contains the first message of each group of `MEMBERS`
+    """
     parts = make_parts(job) if _can_train(job.algorithm.name) else None
     if messages := problems(MEMBERS, Membership(job, parts)):
         raise JobError(messages)
@@ -185,6 +192,10 @@ def check_member(job: Job) -> None:
 def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested) -> None:
     """Check that `torch.func.vmap` can compute the gradients of all replicas in one call.
 
+    :param job: the job; without `node.vmap`, nothing is checked
+    :param module: model, which is copied for a trial on the batch
+    :param objective: task of the job
+    :param batch: batch on the device of the model
     :raises JobError: if the model recomputes activations or changes its buffers in training
     """
     if messages := problems(VECTORIZATION, VectorizedModel(job, module, objective, batch)):
@@ -194,7 +205,10 @@ def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested)
 def check_rounds(job: Job, graph: Graph, world: World) -> None:
     """Check that a custom graph is identical on all ranks; collective.
 
+    The graphs of this package are not checked.
+
     :raises JobError: on all ranks, if the first 64 rounds differ from the rounds on rank 0
+    :raises UserError: on all ranks, if custom code fails while it makes these rounds
     """
     if job.graph.name in graphs.BUILDERS:
         return
@@ -257,7 +271,8 @@ def _is_exact(graph: Graph) -> bool:
 def _diverges(graph: Graph) -> bool:
     """Return whether averaging on the graph increases the distance between nodes.
 
-    Negative weights can cause this.
+    Negative weights can cause this. The result is false for more than `LARGE` nodes, for which
+    eigenvalues would take too long.
     """
     return graph.n <= LARGE and consensus_rate(graph) > 1 + 1e-9
 
@@ -280,6 +295,12 @@ def _lacks_properties(parts: JobParts) -> Verdict:
 
 
 def _suits(name: str, n: int, needs: frozenset) -> bool:
+    """Return whether a graph of this package exists for n nodes and meets the needs of a method.
+
+    :param name: name of the graph, which is made with its default options
+    :param n: number of nodes
+    :param needs: conditions of the algorithm, `Algorithm.needs`
+    """
     if name == "identity":
         # Each algorithm accepts the graph "identity", but nothing is averaged on it.
         return False
@@ -291,9 +312,10 @@ def _suits(name: str, n: int, needs: frozenset) -> bool:
 def _is_unconnected(parts: JobParts) -> Verdict:
     """Return two nodes that no path of edges connects, if the nodes can therefore not agree.
 
-    The graph "identity" is accepted, because nodes then train separately on purpose. So are
-    cadences with averages over all nodes. Graphs whose rounds are drawn are not checked, because
-    their edges are not known beforehand.
+    The result is None if there are no such nodes. The graph "identity" is accepted, because nodes
+    then train separately on purpose. So are cadences with averages over all nodes, and cadences
+    without gossip. Graphs whose rounds are drawn are not checked, because their edges are not known
+    beforehand.
     """
     graph = parts.graph
     kinds = parts.cadence.kinds
@@ -340,6 +362,7 @@ GRAPH: Table[JobParts] = (
 
 
 def _cadences(is_allowed: Callable[[Cadence], bool]) -> str:
+    """Return the names of the cadences that, with default options, are allowed, for a message."""
     return " or ".join(f'"{name}"' for name, build in CADENCES.items() if is_allowed(build()))
 
 
@@ -385,7 +408,10 @@ def _miscounts_nodes(parts: JobParts) -> Verdict:
 
 
 def _lengths_differ(parts: JobParts) -> Verdict:
-    """Return the lengths of the algorithm and its cadence if they do not match the graph."""
+    """Return the lengths of the algorithm and of its cadence if they do not match.
+
+    They match if they are equal and a multiple of the graph's period.
+    """
     job = parts.job
     period = parts.graph.period
     if "phases" not in parts.method.needs or job.cadence.name != "halves" or period is None:
@@ -632,10 +658,13 @@ PAIRS = (("first", "second"), ("exp_avg", "exp_avg_sq"))
 
 
 def state_warning(parts: JobParts) -> str:
-    """Return a warning if m meets elements of other nodes more often than v, or ""."""
+    """Return a warning if a job averages m along the graph more often than v; otherwise "".
+
+    m is Adam's running mean of g, and v its running mean of g².
+    """
     periods = parts.job.algorithm.average_state
     if ExchangeKind.GOSSIP not in parts.cadence.kinds:
-        return ""  # DES-LOC averages m more often than v over all nodes
+        return ""  # DES-LOC averages m more often than v, but always over all nodes
     for m, v in PAIRS:
         if m in periods and periods[m] < periods.get(v, periods[m] + 1):
             return (
@@ -658,7 +687,10 @@ def _show_average_state(periods: Mapping[str, int]) -> str:
 
 
 def _unknown_array(launch: Launch) -> Verdict:
-    """Return the first name of an array that the local step of the job lacks."""
+    """Return the first array in `algorithm.average_state` that the local step of the job lacks.
+
+    The result also contains the setting and a remedy; it is None if the local step has all arrays.
+    """
     section = launch.job.algorithm
     if not section.average_state or not takes_local(section.name):
         return None
@@ -744,7 +776,10 @@ def _needs_the_same_round(parts: JobParts) -> Verdict:
 
 
 def _links_fail(job: Job) -> bool:
-    """Return whether the rounds of the graph have lost links."""
+    """Return whether links of the graph fail in some rounds.
+
+    In asynchronous runs, the graph keeps all links, and the mixer drops messages instead.
+    """
     faults = job.faults
     return job.node.mixer != "asynchronous" and bool(faults.lost or faults.away or faults.ticks)
 
@@ -754,6 +789,7 @@ def _uses_nccl(parts: JobParts) -> bool:
 
 
 def _unsupported_fault(key: str) -> Rule[JobParts]:
+    """Return the rule that asynchronous runs do not support the setting ``key`` of `[faults]`."""
     return Rule(
         lambda parts: _is_asynchronous(parts) and bool(getattr(parts.job.faults, key)),
         f"faults.{key} = {{job.faults.{key}:g}}: an asynchronous run supports only slow nodes and "
@@ -847,6 +883,11 @@ def _cuts_matrices(launch: Launch) -> Verdict:
 
 
 def _unused_by_partition(key: str, partition: str) -> Rule[Launch]:
+    """Return the rule that a setting of `[data]` has no effect with other partitions.
+
+    :param key: name of the setting
+    :param partition: the only value of `data.partition` that uses it
+    """
     default = getattr(Data(), key)
     return Rule(
         lambda launch: (
@@ -960,9 +1001,11 @@ SURVIVAL: Table[Launch] = (
 
 
 def _too_short(key: str) -> Rule[Launch]:
-    """Return the rule about the smallest mean duration of a fault.
+    """Return the rule about the smallest mean duration of a fault, in rounds.
 
     The smallest possible duration arises if each round is drawn independently.
+
+    :param key: setting of `[faults]` with the probability of the fault: "lost" or "away"
     """
 
     def is_broken(launch: Launch) -> Verdict:
@@ -1057,7 +1100,7 @@ CUSTOM_LOOP: Table[CustomLoop] = (
 
 
 def period_problem(job: Job) -> str:
-    """Return a message if a job that is not for members has a period that only they support."""
+    """Return a message if a job that is not for members has the period "auto"; otherwise ""."""
     if job.cadence.options.get("period") != "auto":
         return ""
     return (
@@ -1068,7 +1111,7 @@ def period_problem(job: Job) -> str:
 
 
 def _can_train(name: str) -> bool:
-    """Return whether members can use an algorithm.
+    """Return whether members can use the algorithm of this name, with its default options.
 
     After its local steps, such an algorithm averages one vector, the model, with one neighbour.
     """
@@ -1103,9 +1146,10 @@ def _averages_otherwise(member: Membership) -> Verdict:
 def _members_need(setting: str, *values: str) -> Rule[Membership]:
     """Return the rule that a setting, such as "node.wire", has one of some values."""
     section, key = setting.split(".")
+    supported = " or ".join(f'"{value}"' for value in values)
     return Rule(
         lambda member: getattr(getattr(member.job, section), key) not in values,
-        f'{setting} = "{{job.{setting}}}": members need "{values[0]}"',
+        f'{setting} = "{{job.{setting}}}": members need {supported}',
     )
 
 
@@ -1128,8 +1172,9 @@ MEMBERS: Table[Membership] = (
     (
         Rule(
             _averages_otherwise,
-            'cadence.name = "{job.cadence.name}": members average with one other every H steps: '
-            'set cadence.name = "every", cadence.period = H',
+            'cadence.name = "{job.cadence.name}": members average whole models with one other '
+            'member every H steps: set cadence.name = "every", cadence.period = H, and leave '
+            "cadence.fragments and cadence.delay out",
         ),
     ),
     (

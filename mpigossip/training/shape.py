@@ -70,7 +70,9 @@ def explained(problems: list[str], world: World) -> list[str]:
 def check_alike(job: Job, world: World) -> None:
     """Check that all ranks have the same number and kind of slots; collective.
 
-    :raises JobError: on all ranks, if they differ or if two ranks have the same GPU
+    Nothing is checked if each node has a single rank.
+
+    :raises JobError: on all ranks, if they differ or if two slots of a host have the same GPU
     """
     if world.nodes.per_node == 1:
         return
@@ -120,7 +122,10 @@ def _check_gpus(job: Job, world: World, local_slots: tuple[str, ...]) -> None:
 
 
 def make_group(job: Job, world: World) -> Group:
-    """Return the group of the slots of this node; collective over the ranks of the node."""
+    """Return the group of the slots of this node; collective over the ranks of the node.
+
+    The number of threads that torch uses in this process is set to `node.threads`.
+    """
     torch.set_num_threads(job.node.threads)
     node = job.node
     return devices.make_group(

@@ -208,14 +208,15 @@ class Objective:
         """Number of values that :meth:`figures` returns."""
 
     def unit(self, name: str) -> str:
-        """Return the unit of the loss or of a metric."""
+        """Return the unit of the loss or of a metric; "1" if the task does not name it."""
         return dict(getattr(self.task, "units", {})).get(name, "1")
 
     def __call__(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
         """Return the loss and the metrics of the task on a batch.
 
-        :raises TaskError: if custom code raises an exception, or its result is no loss with
-            metrics; the message names the task
+        :raises TaskError: if the task raises an exception, or if a custom task returns an invalid
+            loss, invalid metrics, or other metrics than for the first batch; the message names
+            the task
         """
         try:
             loss, metrics = self.task.loss(model, batch)
@@ -268,7 +269,7 @@ class Objective:
     def probe(self, model: nn.Module, batch: Nested) -> Objective:
         """Call the task on a first batch; return a copy of this object that knows its metrics.
 
-        The task is called as in an evaluation. The state of the random number generators is
+        The task is called as in an evaluation. The state of the CPU's random number generator is
         preserved.
 
         :raises JobError: if the task fails, if its result is invalid, or if the name of a metric is
@@ -287,8 +288,8 @@ class Objective:
             if name in RESERVED:
                 raise JobError(
                     self._with_setting(
-                        f'its metric "{name}" has the name of a column of every log; choose '
-                        "another name"
+                        f'its metric "{name}" has a name that the log or the summary of each run '
+                        "uses; choose another name"
                     )
                 )
             if re.fullmatch(NAME, name) is None:

@@ -418,7 +418,11 @@ class VirtualClock:
         )
 
     def step(self, index: int, kind: ExchangeKind) -> np.ndarray:
-        """Return the virtual time of each node at the end of step ``index``, in seconds, (n,)."""
+        """Advance the clock by one step; return the time of each node at its end, in s, (n,).
+
+        :param index: number of the step; steps must follow each other in order
+        :param kind: kind of the exchange in this step
+        """
         machine = self._machine
         n = len(self._clock.now[0])
         pace = 1 + machine.jitter * normal((self._seed, DRAWS, index), n)
