@@ -15,6 +15,7 @@ from mpigossip.config import JobError
 from mpigossip.config.readable import pluralize
 
 SYSTEM = Path("/")
+"""Root of the file system, from which the folders /sys and /proc are read."""
 ALL_SEEN = (
     "srun --gpus-per-node=N --gpu-bind=none without --gpus-per-task, and CUDA_VISIBLE_DEVICES "
     "unset: each rank then sees all GPUs of its host and uses its own"
@@ -90,6 +91,12 @@ def _gpus(slots: Sequence[str]) -> tuple[int, tuple[str, ...], list[str]]:
 
 
 def _hidden(visible: int, gpu_count: int, environ: Mapping[str, str]) -> str:
+    """Return the reason why a rank does not see all GPUs of its host; "" if it does.
+
+    :param visible: number of GPUs that the rank sees
+    :param gpu_count: number of GPUs of the host
+    :param environ: environment variables of the rank
+    """
     if visible >= gpu_count:
         return ""
     shown = environ.get("CUDA_VISIBLE_DEVICES")
@@ -154,6 +161,7 @@ def judged(reports: Sequence[HostReport], per_node: int) -> list[Finding]:
 
 
 def _hosts(reports: Sequence[HostReport]) -> dict[str, list[int]]:
+    """Return the ranks of each host, by its name."""
     ranks_by_host: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
         ranks_by_host.setdefault(report.host, []).append(rank)

@@ -28,6 +28,7 @@ from mpigossip.mixing.device.proof import (
 from mpigossip.mixing.transports import probe
 
 REPEATS = 5
+"""Number of times that each put is measured."""
 SMALL = 8
 """Number of bytes of the message with which the latency is measured."""
 SLOW = 3.0
@@ -234,6 +235,14 @@ def _round(world: MPIWorld, test_graph: Graph, t: int, size: int, window) -> lis
 
 
 def _check(world: MPIWorld, test_graph: Graph, t: int, size: int, memory: np.ndarray) -> list[str]:
+    """Return a text for each source whose large put of round ``t`` arrived with wrong bytes.
+
+    :param world: all ranks
+    :param test_graph: the graph
+    :param t: number of the round
+    :param size: bytes of the large put
+    :param memory: bytes of this rank's window, with ``size`` bytes for each source
+    """
     sources = [0] if world.size == 1 else [int(j) for j in test_graph.neighbours(t, world.rank)[0]]
     return [
         f"rank {world.rank} received wrong data from rank {source}"
@@ -243,6 +252,13 @@ def _check(world: MPIWorld, test_graph: Graph, t: int, size: int, memory: np.nda
 
 
 def _judge(world: MPIWorld, links: list, problems: list[str], size: int) -> Finding:
+    """Return the finding on the puts of all ranks, complete on rank 0 only; collective.
+
+    :param world: all ranks
+    :param links: measurements of this rank, from :func:`_round`
+    :param problems: texts of this rank, from :func:`_check`
+    :param size: bytes of the large put
+    """
     gathered = world.gather((links, problems))
     if gathered is None:
         return Finding("put", "")
@@ -278,7 +294,10 @@ def _judge(world: MPIWorld, links: list, problems: list[str], size: int) -> Find
         ],
     }
     if worst[3] > SLOW * large:
-        remedy = f"{name(worst)} is {worst[3] / large:.1f} x slower than the median link"
+        remedy = (
+            f"{name(worst)} is {worst[3] / large:.1f} x slower than the median link: check the "
+            "network cards and cables of these hosts, or ask the scheduler for other hosts"
+        )
         return Finding("put", text, "note", remedy, data)
     return Finding("put", text, data=data)
 

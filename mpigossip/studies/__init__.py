@@ -116,9 +116,10 @@ def study(
         order of the samples and random graphs
     :param rates: None: use `schedule.lr` of the job. A list: each point uses the rate that is best
         by ``judge`` in a run with another seed, which is not reported. Rates that diverged are used
-        only if all rates diverged. A list with a single rate: all points use it. "search": try ¼, ½, 1, 2 and 4 times the rate of the job; while
-        the best rate is the smallest or the largest, try half or twice this rate, at most 3 times.
-        "fine": then also try the geometric means of the best rate and its neighbours
+        only if all rates diverged. A list with a single rate: all points use it. "search": try ¼,
+        ½, 1, 2 and 4 times the rate of the job; while the best rate is the smallest or the largest,
+        try half or twice this rate, at most 3 times. "fine": then also try the geometric means of
+        the best rate and its neighbours
     :param settings: settings of all runs: ``["run.epochs=5"]``
     :param judge: metric by which points are compared: a metric of the task, or "loss", of the
         averaged model at the end, or "train_loss", the training loss in the last twentieth of the

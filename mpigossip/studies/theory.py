@@ -104,7 +104,7 @@ class Bounded(NamedTuple):
     """Quantities that determine a lower bound; points with equal quantities have the same bound."""
 
     diameter: int
-    """Diameter of the graph; 0 if it is not known."""
+    """Diameter of the graph in hops; 0 if the graph is not connected."""
     nodes: int
     noise: float
     """Standard deviation σ of the gradient noise of a node."""

@@ -20,7 +20,9 @@ from mpigossip.training.time_model import Timing
 GRAPHS = ("one-peer-exponential", "one-peer-hypercube", "base-2", "exponential", "ring")
 CADENCES = ("always", "every", "gossip-pga", "cpsgd")
 WIRES = ("fp32", "bf16", "qsgd")
+"""Graphs, cadences and wires that are predicted in addition to those of the job."""
 ALL_REDUCE = "all-reduce"
+"""Name of parallel SGD by all-reduce, in place of a graph."""
 GOSSIP = "dmsgd-vanilla"
 """Algorithm that is assumed for gossip if the job's algorithm is parallel SGD: it has a local
 momentum, and sends one vector."""
@@ -82,8 +84,11 @@ def parallel(job: Job) -> Job:
 class Prediction:
     """Prediction for one combination of graph, cadence and wire on n nodes.
 
-    Times are in seconds per step, per epoch (``epoch_s``) and per run (``total_s``). ``transient``
-    is the number of iterations before a linear speedup.
+    Times are in seconds per step, per epoch (``epoch_s``) and per run (``total_s``). ``exchange_s``
+    is the time of the exchanges, of which ``hidden_s`` overlaps with computation; ``waiting_s`` is
+    the time in which a node waits for slower nodes. ``bytes_per_step`` is the mean number of bytes
+    that a node sends. ``transient`` is the theoretical number of iterations before a linear
+    speedup; inf if nothing is averaged.
     """
 
     graph: str
@@ -186,6 +191,7 @@ def predict(
 
 
 _CODED: dict[tuple[str, int], tuple[float, float]] = {}
+"""Measured seconds to encode and to decode a message, by the wire and the number of elements."""
 
 
 def _coding(machine: Machine, prediction: Exchanges) -> Machine:
@@ -215,7 +221,11 @@ def coded(machine: Machine, what: Subject) -> Machine:
 
 
 def _transient(prediction: Exchanges, alike: bool) -> float:
-    """Return the theoretical number of transient iterations, for equal or different local data."""
+    """Return the theoretical number of transient iterations.
+
+    :param prediction: exchanges of the job
+    :param alike: whether the nodes' samples have the same distribution
+    """
     counted = prediction.counted
     gossip = sum(count for (kind, _), count in counted.items() if kind is ExchangeKind.GOSSIP)
     global_rounds = sum(
