@@ -167,6 +167,11 @@ def rule(rows: Sequence[Gap]) -> str:
 
 
 def _rows(rows: Sequence[Gap], rates: bool) -> list[str]:
+    """Return a table of gaps as lines of Markdown.
+
+    :param rows: rows of the table
+    :param rates: whether the table has a column with the learning rates
+    """
     lines = [
         f"| cell |{' rates |' * rates} parallel, one-peer | gap, points | distance "
         "| within 1 point |",

@@ -20,7 +20,7 @@ from mpigossip.training.time_model import Timing
 GRAPHS = ("one-peer-exponential", "one-peer-hypercube", "base-2", "exponential", "ring")
 CADENCES = ("always", "every", "gossip-pga", "cpsgd")
 WIRES = ("fp32", "bf16", "qsgd")
-"""Graphs, cadences and wires that are predicted in addition to those of the job."""
+"""Graphs, cadences and wires that are predicted in addition to the job's own."""
 ALL_REDUCE = "all-reduce"
 """Name of parallel SGD by all-reduce, in place of a graph."""
 GOSSIP = "dmsgd-vanilla"
