@@ -272,6 +272,7 @@ def remedies(runs: Sequence[Line]) -> list[Remedy]:
 
 
 def _subtract(a: Iterable[float], b: Iterable[float]) -> list[float]:
+    """Return the differences a − b of two equally long sequences."""
     return [x - y for x, y in zip(a, b, strict=True)]
 
 

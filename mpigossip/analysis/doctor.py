@@ -113,7 +113,12 @@ def _local(options, now: list[str]) -> list[Finding]:
 
 
 def _together(options, ranks, findings: Findings) -> None:
-    """Add the findings of tests that need all ranks; they are complete on rank 0."""
+    """Add the findings of tests that need all ranks; they are complete on rank 0.
+
+    :param options: options of `mpigossip doctor`
+    :param ranks: all ranks, or this process without MPI
+    :param findings: list to which findings are added
+    """
     setting, ranks_per_node = resolve_auto(options.devices, options.ranks_per_node)
     slots = slots_of(setting)
     machine = RankReport(

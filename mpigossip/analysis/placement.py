@@ -46,7 +46,11 @@ class HostReport:
 
 
 def seen(world: World, slots: Sequence[str]) -> HostReport:
-    """Return this rank's description of its host; collective."""
+    """Return this rank's description of its host; collective.
+
+    :param world: all ranks
+    :param slots: devices of this rank's slots
+    """
     from mpi4py import MPI
 
     shared = world.comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -106,7 +110,11 @@ def _hidden(visible: int, gpu_count: int, environ: Mapping[str, str]) -> str:
 
 
 def memory_of(cores: Sequence[int], system: Path = SYSTEM) -> tuple[int, ...]:
-    """Return the memory nodes of ``cores``; empty if the system does not report them."""
+    """Return the memory (NUMA) nodes of cores; empty if the system does not report them.
+
+    :param cores: numbers of the cores
+    :param system: root of the file system
+    """
     top = system / "sys/devices/system/cpu"
     nodes = {
         int(node.name.removeprefix("node"))
@@ -117,7 +125,11 @@ def memory_of(cores: Sequence[int], system: Path = SYSTEM) -> tuple[int, ...]:
 
 
 def nodes_of(buses: Sequence[str], system: Path = SYSTEM) -> tuple[int, ...]:
-    """Return the memory nodes of PCI devices; empty if the system does not report them."""
+    """Return the memory (NUMA) nodes of PCI devices; empty if the system does not report them.
+
+    :param buses: addresses of the devices, such as "0000:3b:00.0"
+    :param system: root of the file system
+    """
     nodes = set()
     for bus in buses:
         try:
@@ -128,7 +140,12 @@ def nodes_of(buses: Sequence[str], system: Path = SYSTEM) -> tuple[int, ...]:
 
 
 def all_tests(world: World, slots: Sequence[str], ranks_per_node: int | str) -> list[Finding]:
-    """Return all findings about nodes and hosts, complete on rank 0 only; collective."""
+    """Return all findings about nodes and hosts, complete on rank 0 only; collective.
+
+    :param world: all ranks, which are grouped into nodes as a side effect
+    :param slots: devices of this rank's slots
+    :param ranks_per_node: value of `node.ranks_per_node`
+    """
     nodes_finding = nodes(world, ranks_per_node)
     reports = world.gather(seen(world, slots))
     return (

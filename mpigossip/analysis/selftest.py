@@ -110,7 +110,13 @@ def attempted(world: MPIWorld, name: str, work: Callable[[], Finding]) -> Findin
 
 
 def sums(world: MPIWorld, slots: Sequence[str], timeout_s: float) -> Finding:
-    """Test the sums over the slots of each node, with each implementation (`node.sums`)."""
+    """Test the sums over the slots of each node, with each implementation (`node.sums`).
+
+    :param world: all ranks
+    :param slots: devices of this rank's slots
+    :param timeout_s: seconds that each wait for other ranks may take
+    :raises GroupError: if slots can't be connected, or the sums are wrong
+    """
     count = len(slots) * world.nodes.per_node
     elements = 1 << 20
     seconds = trials.averaged_in_node(slots, timeout_s, world, elements)
@@ -309,6 +315,9 @@ def gpu_awareness(world: MPIWorld, on_gpus: bool) -> Finding:
     """Report whether the MPI library claims to support GPU memory.
 
     Exchanges between GPUs, which are tested separately, show whether this claim is true.
+
+    :param world: all ranks
+    :param on_gpus: whether the slots of all ranks are GPUs
     """
     support = reported_gpu_support(world.comm)
     text = "MPI reports " + ", ".join(

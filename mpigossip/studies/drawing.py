@@ -64,7 +64,14 @@ class Picture(Figure):
 
 
 def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
-    """Plot a metric of the averaged model over steps, epochs, bytes or time; see `Study.plot`."""
+    """Plot a metric over steps, epochs, bytes or time.
+
+    :param study: results of the study
+    :param y: name of the metric
+    :param x: key of `AXES`
+    :param theory: whether to draw theoretical rates and bounds, too
+    :raises JobError: as `Study.plot`
+    """
     if x not in AXES:
         raise JobError(f'x = "{x}": must be one of {", ".join(AXES)}')
     if theory and (y, x) != ("gradient_square", "step"):
@@ -147,7 +154,11 @@ def _name(cell: Cell, axes: list[str]) -> str:
 
 
 def _label_text(axis: str, label: str) -> str:
-    """Return the text for a label, with the name of its axis if it is a number or Boolean."""
+    """Return the text for a label, with the name of its axis if it is a number or Boolean.
+
+    :param axis: name of the axis of the grid, or "nodes"
+    :param label: label on this axis
+    """
     if axis == "nodes":
         return f"n = {label}"
     if axis in ("algorithm.name", "graph.name"):
@@ -186,7 +197,12 @@ def _styles(cells: Sequence[Cell], axes: list[str]) -> dict[str, dict]:
 
 
 def _places(run: RunResult, x: str) -> np.ndarray:
-    """Return the horizontal positions of a run's evaluations, in the unit of the axis ``x``."""
+    """Return the horizontal positions of a run's evaluations, in the unit of the axis ``x``.
+
+    :param run: a run that has not diverged
+    :param x: key of `AXES`
+    :raises JobError: if ``x`` is "time" and the log has no virtual time
+    """
     if x == "bytes":
         return run.so_far("bytes_sent") / 1e6
     if x != "time":

@@ -104,6 +104,7 @@ class Results:
         return [name for name in self.figures if all(name in names for names in names_by_log)]
 
     def _row(self, cell: Cell) -> dict[str, Any]:
+        """Return the row of a point, with the entries that the docstring of the class lists."""
         ended = self.ended(cell)
         row: dict[str, Any] = dict(cell.labels) | {"nodes": cell.nodes}
         if self.rates[cell] is not None:

@@ -97,6 +97,8 @@ def figure_of(results: Iterable[RunResult], judge: str | None) -> str:
     It is ``judge``. If ``judge`` is None, it is the first metric of the task, or "loss" for a
     custom task, because it is not known whether larger values of a custom metric are better.
 
+    :param results: results of the runs
+    :param judge: the requested metric; None: choose it
     :raises JobError: if the runs do not have the metric ``judge``
     """
     log = next((result.log for result in results if result.log is not None), None)

@@ -34,7 +34,12 @@ def meeting(steps: Figures, curve: Figures, reference: Figures, within: float = 
 
 
 def transients(study: Results, against: str, y: str, within: float) -> list[dict[str, Any]]:
-    """Return the rows of `Study.transient`, one for each point that is not a reference."""
+    """Return the rows of `Study.transient`, one for each point that is not a reference.
+
+    The parameters after ``study`` are the parameters of `Study.transient`.
+
+    :raises JobError: as `Study.transient`
+    """
     references = [cell for cell in study.cells if against in dict(cell.labels).values()]
     rows = []
     for cell in study.cells:

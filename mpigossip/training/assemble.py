@@ -110,6 +110,9 @@ def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
     The graph is returned unchanged if `graph.placement` is "given", or without MPI. Collective over
     all ranks.
 
+    :param job: the job
+    :param graph: graph of all nodes
+    :param world: all ranks, grouped into nodes
     :raises JobError: on all ranks, if the racks of the hosts can't be determined
     :raises GraphError: on all ranks, if the search for graph nodes fails
     """
@@ -170,7 +173,8 @@ def mistakes(job: Job, n: int) -> list[str]:
 def check(job: Job, n: int) -> tuple[Graph | None, list[str]]:
     """Return the graph of a job on n nodes, and the error messages of :func:`mistakes`.
 
-    The graph is None if it can't be made.
+    The graph is None if it can't be made. The ability to survive a rank failure is checked only if
+    there are no other problems on n nodes.
     """
     graph, problems = _unfit(job, n)
     if not problems:
@@ -194,7 +198,7 @@ def survival_problems(job: Job, n: int) -> list[str]:
 def _unfit(job: Job, n: int) -> tuple[Graph | None, list[str]]:
     """Return the graph of a job on n nodes, and error messages about incompatible settings.
 
-    The graph is None if it can't be made.
+    The graph is None if it can't be made, or if a setting of `[faults]` is impossible.
     """
     if problems := rules.fault_problems(job):
         return None, problems

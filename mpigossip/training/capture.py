@@ -151,6 +151,9 @@ def recover_allocator(device: int, pool: tuple[int, int]) -> None:
     streams have used, such as batches, and its next clean-up ends the process
     (github.com/pytorch/pytorch/pull/180395). The random number generator of the device would raise
     an error at its next use.
+
+    :param device: index of the GPU
+    :param pool: memory pool of the capture, from `torch.cuda.graph_pool_handle`
     """
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     # The pool may have been ended already.

@@ -155,6 +155,9 @@ class Exchanges:
 
         A GOSSIP round whose result is the exact average is executed as a GLOBAL exchange, unless
         nodes are asynchronous. The round is None unless the kind is GOSSIP.
+
+        :param kind: kind of the exchange in the cadence
+        :param t: round of the graph; None or any number unless the kind is GOSSIP
         """
         graph = self.parts.graph
         if kind is ExchangeKind.GOSSIP and t is not None:
@@ -251,6 +254,9 @@ def average_period(subject: Subject, n: int) -> float:
     r₀/r, where p₀ is its first period, r₀ the mean learning rate of its samples, and r the learning
     rate. A cadence that measures the loss gets a constant loss. All get the learning rates of the
     job.
+
+    :param subject: the job and its sizes
+    :param n: number of nodes
     """
     job = subject.job
     steps_per_epoch = subject.steps_per_epoch(n)
@@ -285,7 +291,8 @@ def _averages(cadence: Cadence, rate: Callable[[int], float], total: int) -> int
 def steady(cadence: Cadence, period: float) -> Cadence:
     """Return a cadence with the same kinds of exchange and a constant period of the rare ones.
 
-    ``period`` need not be an integer: it is the mean number of steps between two of them.
+    :param cadence: adaptive cadence
+    :param period: mean number of steps between two rare exchanges, which need not be an integer
     """
     rare = _rare_kind(cadence)
     others = next(iter(cadence.kinds - {rare}), ExchangeKind.LOCAL)
@@ -303,7 +310,11 @@ def _rare_kind(cadence: Cadence) -> ExchangeKind:
 
 
 def memory(subject: Subject, job_exchanges: Exchanges) -> dict[str, int]:
-    """Return the bytes of memory that a node needs on a host of its own, by purpose."""
+    """Return the bytes of memory that a node needs if it is alone on its host, by purpose.
+
+    :param subject: the job and its sizes
+    :param job_exchanges: exchanges of the job on n nodes
+    """
     job = subject.job
     flat = subject.flat
     parts = job_exchanges.parts

@@ -106,6 +106,9 @@ def averaged_model(replicas: Replicas, mixer: Mixer) -> nn.Module:
     order of slots and nodes, as in ``store.node_state``, so that this model is bitwise identical to
     an exported model, and to the model from which a run resumes. Each slot averages its shard.
     Collective over nodes and their slots.
+
+    :param replicas: the local model copies
+    :param mixer: communication between nodes
     """
     module = copy.deepcopy(replicas.modules[0][0])
     group = replicas.group
@@ -157,6 +160,7 @@ def _packed(buffers: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _unpack(values: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """Copy consecutive parts of ``values``, a flat array, to the tensors ``targets``."""
     with torch.no_grad():
         parts = values.split([target.numel() for target in targets])
         for target, part in zip(targets, parts, strict=True):

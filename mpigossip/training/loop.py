@@ -110,6 +110,9 @@ class Trainer:
     def _check(self, figures: torch.Tensor, idle_rows: tuple[int, ...], data_step: int) -> None:
         """Check that the loss of each node that is not idle is finite.
 
+        :param figures: result of `Replicas.gradients`, with the losses in its first column
+        :param idle_rows: rows of idle nodes, whose losses have no meaning
+        :param data_step: number of the step, for the message
         :raises NonFiniteError: if the loss of a node is NaN or infinite
         """
         for row, loss in enumerate(figures[:, 0].tolist()):

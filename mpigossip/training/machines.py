@@ -177,6 +177,11 @@ def named(section: ClockSection) -> Machine:
 
 
 def _read(name: str) -> Machine:
+    """Return the machine in a file that :meth:`Machine.save` wrote.
+
+    :param name: path of the file, the value of `clock.network`
+    :raises JobError: if there is no such file, or it can't be read
+    """
     try:
         return Machine(**json.loads(Path(name).read_text("utf-8")))
     except FileNotFoundError:

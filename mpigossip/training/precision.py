@@ -78,7 +78,12 @@ class Precision:
         return torch.autocast(self._kind, dtype)
 
     def scaled(self, loss: torch.Tensor, row: int, slot: int) -> torch.Tensor:
-        """Return the loss times the loss scale, whose gradient can be computed in float16."""
+        """Return the loss times the loss scale, whose gradient can be computed in float16.
+
+        :param loss: loss of a batch, a scalar
+        :param row: index of the local node
+        :param slot: index of the slot
+        """
         return loss * self.scales[slot][row, 0] if self._scales else loss
 
     def numbers(self, row: int) -> dict[str, float]:
@@ -88,11 +93,16 @@ class Precision:
         return {"loss_scale": self._values[row], "clean_steps": self._clean[row]}
 
     def restore(self, row: int, numbers: dict) -> None:
-        """Restore the result of :meth:`numbers`; if it is empty, keep the initial loss scale."""
+        """Restore the loss scale of a node from a checkpoint.
+
+        :param row: index of the local node
+        :param numbers: result of :meth:`numbers`; if it has no loss scale, the scale is kept
+        """
         if self._scales and "loss_scale" in numbers:
             self._set(row, numbers["loss_scale"], int(numbers["clean_steps"]))
 
     def _set(self, row: int, scale: float, clean: int) -> None:
+        """Set the loss scale of a node, and its number of steps since the last overflow."""
         self._values[row] = scale
         self._clean[row] = clean
         for scales in self.scales:
@@ -140,6 +150,11 @@ class Precision:
         )
 
     def _adapt(self, row: int, overflowed: bool) -> None:
+        """Halve the loss scale of a node after an overflow; double it after GROWTH_INTERVAL steps.
+
+        :param row: index of the local node
+        :param overflowed: whether its gradient overflowed in this step
+        """
         scale = self._values[row]
         clean = self._clean[row] + 1
         if overflowed:

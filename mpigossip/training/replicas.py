@@ -151,8 +151,12 @@ class Replicas:
     def _replayed(self, compute: Pass, batches: Sequence[Nested]) -> list[torch.Tensor] | None:
         """Replay the CUDA graphs, which the first step captures; return loss and metrics per slot.
 
-        The result is None if replicas can't be captured; one thread per slot then has to compute
-        the gradients.
+        The result is None if replicas can't be captured, or must not be; one thread per slot then
+        has to compute the gradients. If they can't be captured, a warning is printed once.
+
+        :param compute: function that computes the gradients of one replica
+        :param batches: for each row, one batch per slot
+        :raises CannotCapture: if they can't be captured, and `node.cuda_graphs` is "always"
         """
         if self.graphs == "never":
             return None

@@ -124,6 +124,7 @@ def problems(table: Table[S], subject: S) -> list[str]:
 
 
 def _first_problem(group: Sequence[Rule[S]], subject: S) -> list[str]:
+    """Return the message of the first broken rule of a group; [] if none is broken."""
     for rule in group:
         if broken := rule.is_broken(subject):
             template = f"{rule.message}; {rule.remedy}" if rule.remedy else rule.message
@@ -154,7 +155,8 @@ def contradictions(job: Job) -> list[str]:
 def launch_problems(job: Job, world: World) -> list[str]:
     """Return messages about settings that a world does not support.
 
-    A world consists of ranks, or is simulated in one process.
+    :param job: the job
+    :param world: world of MPI ranks, or of one process that simulates all nodes
     """
     return problems(LAUNCH, Launch(job, shape.slots(job, world), world))
 
@@ -207,6 +209,9 @@ def check_rounds(job: Job, graph: Graph, world: World) -> None:
 
     The graphs of this package are not checked.
 
+    :param job: the job, whose graph is custom if the package has no graph of this name
+    :param graph: graph of this rank
+    :param world: all ranks
     :raises JobError: on all ranks, if the first 64 rounds differ from the rounds on rank 0
     :raises UserError: on all ranks, if custom code fails while it makes these rounds
     """
@@ -278,11 +283,13 @@ def _diverges(graph: Graph) -> bool:
 
 
 def _changed_by_lost_links(parts: JobParts) -> Verdict:
+    """Return the missing properties if the algorithm needs a static graph and links fail."""
     missing = lacking(parts.method.needs, parts.graph)
     return "static" in missing and _links_fail(parts.job) and {"missing": " and ".join(missing)}
 
 
 def _lacks_properties(parts: JobParts) -> Verdict:
+    """Return the properties that the algorithm needs and the graph lacks, and suitable graphs."""
     graph = parts.graph
     needs = parts.method.needs
     missing = lacking(needs, graph)
@@ -367,11 +374,13 @@ def _cadences(is_allowed: Callable[[Cadence], bool]) -> str:
 
 
 def _mixes_kinds(parts: JobParts) -> Verdict:
+    """Return suitable cadences if the algorithm needs steps of one kind, but gets several kinds."""
     broken = "unmixed" in parts.method.needs and len(parts.cadence.kinds) > 1
     return broken and {"fitting": _cadences(lambda c: len(c.kinds) == 1)}
 
 
 def _averages_globally(parts: JobParts) -> Verdict:
+    """Return a remedy if the cadence has global averages, which the algorithm does not support."""
     if "never-global" not in parts.method.needs or ExchangeKind.GLOBAL not in parts.cadence.kinds:
         return None
     adapts_later = parts.job.algorithm.options.get("style") == "awc"
@@ -382,11 +391,16 @@ def _averages_globally(parts: JobParts) -> Verdict:
 
 
 def _gossips(parts: JobParts) -> Verdict:
+    """Return suitable cadences if the cadence gossips and the algorithm does not support that."""
     broken = "never-gossip" in parts.method.needs and ExchangeKind.GOSSIP in parts.cadence.kinds
     return broken and {"fitting": _cadences(lambda c: ExchangeKind.GOSSIP not in c.kinds)}
 
 
 def _has_no_idle_nodes(parts: JobParts) -> Verdict:
+    """Return suitable algorithms if nodes have different periods and this algorithm forbids that.
+
+    An algorithm without a separate local step needs a gradient of every node in every step.
+    """
     if not parts.cadence.periods or parts.method.local_update is not None:
         return None
     cadence_name = parts.job.cadence.name
@@ -401,6 +415,7 @@ def _has_no_idle_nodes(parts: JobParts) -> Verdict:
 
 
 def _miscounts_nodes(parts: JobParts) -> Verdict:
+    """Return both numbers if the list of periods does not have one number for each node."""
     periods = parts.cadence.periods
     n = parts.graph.n
     broken = bool(periods) and len(periods) != n
@@ -509,11 +524,13 @@ WIRE: Table[JobParts] = (
 
 
 def _has_too_many_fragments(parts: JobParts) -> Verdict:
+    """Return both numbers if there are more fragments than steps in a period."""
     period, count, _ = parts.cadence.fragment_schedule
     return count > period and {"count": count, "period": period}
 
 
 def _has_too_long_a_delay(parts: JobParts) -> Verdict:
+    """Return the limits if a fragment would be applied after the next fragment is sent."""
     period, count, delay = parts.cadence.fragment_schedule
     between = period // count
     return delay > between and {
@@ -535,6 +552,7 @@ def _blends(parts: JobParts) -> Verdict:
 
 
 def _blends_what_is_kept(parts: JobParts) -> Verdict:
+    """Return the setting that blends averages into x if the algorithm keeps x unchanged by them."""
     return "keeps-x" in parts.method.needs and _blends(parts)
 
 
@@ -589,6 +607,7 @@ def _why_indivisible(method: Algorithm) -> str:
 
 
 def _delays_some_elements(parts: JobParts) -> Verdict:
+    """Return the delay if the algorithm exchanges only some elements of a fragment."""
     delay = parts.cadence.fragment_schedule.delay
     return bool(delay) and "shared-wire" in parts.method.needs and {"delay": delay}
 
@@ -682,6 +701,10 @@ def _averages_state(parts: JobParts) -> Verdict:
 
 
 def _show_average_state(periods: Mapping[str, int]) -> str:
+    """Return the setting `algorithm.average_state` as in a job file.
+
+    :param periods: number of steps between two averages of an array, by the name of the array
+    """
     shown = ", ".join(f"{name} = {period}" for name, period in periods.items())
     return f"algorithm.average_state = {{{shown}}}"
 
@@ -765,10 +788,12 @@ def tolerates_delay(method: Algorithm) -> bool:
 
 
 def _is_asynchronous(parts: JobParts) -> bool:
+    """Return whether the job selects the asynchronous mixer."""
     return parts.job.node.mixer == "asynchronous"
 
 
 def _needs_the_same_round(parts: JobParts) -> Verdict:
+    """Return suitable algorithms if the job is asynchronous and its algorithm forbids that."""
     if not _is_asynchronous(parts) or tolerates_delay(parts.method):
         return None
     fitting = [name for name in BUILDERS if tolerates_delay(build(name, None, {}, 0))]
@@ -785,6 +810,7 @@ def _links_fail(job: Job) -> bool:
 
 
 def _uses_nccl(parts: JobParts) -> bool:
+    """Return whether the job names NCCL as the transport between GPUs."""
     return parts.job.node.exchange == "nccl"
 
 
@@ -940,6 +966,7 @@ SETTINGS: Table[Launch] = (
 
 
 def _runs_on_ranks(launch: Launch) -> bool:
+    """Return whether the world is known and consists of MPI ranks."""
     return launch.world is not None and launch.world.comm is not None
 
 
@@ -1028,6 +1055,7 @@ FAULTS: Table[Launch] = ((_too_short("lost"),), (_too_short("away"),))
 
 
 def _has_periods(loop: CustomLoop) -> Verdict:
+    """Return the list of periods if nodes have different ones; otherwise false."""
     periods = loop.parts.cadence.periods
     return bool(periods) and {"periods": list(periods)}
 
@@ -1131,10 +1159,16 @@ def _can_train(name: str) -> bool:
 
 
 def _cannot_train(member: Membership) -> Verdict:
+    """Return the algorithms that members can use if the algorithm of the job is not one of them."""
     return member.parts is None and {"fitting": ", ".join(filter(_can_train, BUILDERS))}
 
 
 def _averages_otherwise(member: Membership) -> Verdict:
+    """Return whether members can't follow the cadence.
+
+    They can't make global averages, choose periods by node or by measurements, or exchange
+    fragments.
+    """
     if member.parts is None:
         return False
     cadence = member.parts.cadence
@@ -1208,11 +1242,16 @@ MEMBERS: Table[Membership] = (
 
 
 def _recomputes(model: VectorizedModel) -> bool:
+    """Return whether a job with `node.vmap` has a model that recomputes activations."""
     parts = model.module.modules()
     return model.job.node.vmap and any(getattr(part, "recompute", False) for part in parts)
 
 
 def _changes_buffers(model: VectorizedModel) -> bool:
+    """Return whether a job with `node.vmap` has a model whose buffers change in training.
+
+    A copy of the model is applied to the batch, and its buffers are compared with the model's.
+    """
     if not model.job.node.vmap:
         return False
     trial = copy.deepcopy(model.module).train()

@@ -212,7 +212,10 @@ def _coding(machine: Machine, prediction: Exchanges) -> Machine:
 def coded(machine: Machine, what: Subject) -> Machine:
     """Return the machine to save in a file, with the rates of encoding the job's wire.
 
-    If the job's wire is exact, use the rates of the wire "qsgd".
+    If the job's wire is "fp32", use the rates of the wire "qsgd".
+
+    :param machine: the machine; rates that it has already are kept
+    :param what: the job and its sizes
     """
     wire = "qsgd" if what.job.node.wire == "fp32" else what.job.node.wire
     # The graph "complete" exists for any number of nodes.
@@ -289,7 +292,13 @@ def name(choice: Choice) -> str:
 def as_json(
     what: Subject, machine: Machine, rows: Sequence[Prediction], epochs: float
 ) -> dict[str, Any]:
-    """Return the job, the machine and all predictions as a dict for JSON."""
+    """Return the job, the machine and all predictions as a dict for JSON.
+
+    :param what: the job and its sizes
+    :param machine: costs of the machine
+    :param rows: predictions
+    :param epochs: number of epochs
+    """
     return {
         "parameters": what.flat.count,
         "samples_per_step": what.per_step,

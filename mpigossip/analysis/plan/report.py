@@ -84,7 +84,12 @@ def _wrapped(words: str, indent: str = "") -> list[str]:
 
 
 def _head(what: Subject, machine: Machine, note: str) -> list[str]:
-    """Return the subject of the plan, and a table of the assumed properties of the machine."""
+    """Return the subject of the plan, and a table of the assumed properties of the machine.
+
+    :param what: the job and its sizes
+    :param machine: costs of the machine
+    :param note: remark on the job; "": there is none
+    """
     job = what.job
     method = job.algorithm.name
     if always_global(job):
@@ -125,7 +130,11 @@ def _assumptions(machine: Machine, job: Job) -> list[list[str]]:
 
 
 def _origin(machine: Machine, name: str) -> str:
-    """Return the origin of a property of the machine, such as "measured here" or "assumed"."""
+    """Return the origin of a property of the machine, such as "measured here" or "assumed".
+
+    :param machine: the machine
+    :param name: name of the property in `Machine.sources`
+    """
     origin = machine.sources.get(name, machine.sources.get(name.removeprefix("all-reduce "), ""))
     if origin == "measured":
         return "measured here" if machine.where == ALONE else f"measured here, {machine.where}"
