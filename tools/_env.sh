@@ -1,14 +1,14 @@
-# Shared by quickstart.sh and test.sh (sourced): the environment in .venv, made once.
-# A .venv that exists is used, and a torch in it kept. To use a torch of the system's Python:
+# Functions that create the environment .venv. quickstart.sh, test.sh and docs.sh source this file.
+# If .venv exists, it is used, and its torch is kept. To use the torch of the system's Python, run
 #   python3 -m venv --system-site-packages .venv
 set -euo pipefail
 exec </dev/null
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-# Settings of another Python or MPI would reach into the environment; and without bytecode kept,
-# each of the hundreds of processes that tests start would compile the package for itself.
+# Variables for another Python or MPI would affect the environment. Without stored bytecode, each of the
+# hundreds of processes that tests start would compile the package again.
 unset PYTHONHOME MPI4PY_LIBMPI MPI4PY_MPIABI PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
-# One thread per device: ranks and slots are what runs side by side here.
+# Ranks and slots run at the same time, so each of them gets one thread.
 export OMP_NUM_THREADS=1
 
 say() { printf '\n== %s\n' "$*"; }
@@ -18,7 +18,8 @@ die() {
     exit 1
 }
 
-# Prints a Python 3.11 to 3.14 (those that the pinned torch is built for) that can make a venv.
+# Print the name of a Python that can make a venv. Its version is 3.11 to 3.14, because the pinned torch
+# is built for these versions.
 find_python() {
     local candidate
     for candidate in ${PYTHON:-} python3 python3.13 python3.12 python3.11 python3.14; do
@@ -33,7 +34,7 @@ sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1; then
         "(Debian, Ubuntu: apt install python3-venv) or name it: PYTHON=/path/to/python3.11"
 }
 
-# install_into ENVIRONMENT EXTRAS: this checkout with extras, unless that is there already.
+# install_into ENVIRONMENT EXTRAS: install this checkout with these extras, unless that was done before.
 install_into() {
     local venv=$1 extras=$2 python torch
     if [ ! -x "$venv/bin/python" ]; then
@@ -62,8 +63,8 @@ from importlib.metadata import version; print(version("torch"))' 2>/dev/null || 
     fi
     "$venv/bin/python" -m pip install -qq --no-compile -c "$venv/constraints.txt" -e ".[$extras]" ||
         die "pip could not install; the lines above say why. Run this script again afterwards"
-    # On all cores, where pip takes one; in tests a warning of a package's syntax would be an error.
-    # In the background: who runs what is installed waits for it.
+    # Compile on all cores, because pip would use only one. In tests, a warning about the syntax of a
+    # package would be an error. This runs in the background; callers wait for it before they run tests.
     "$venv/bin/python" -W ignore -m compileall -qq -j 0 "$venv/lib" &
     printf '%s\n' "$wanted" >"$stamp"
 }

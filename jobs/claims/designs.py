@@ -575,7 +575,8 @@ def diloco() -> Iterator[Cell]:
 # -- optimizers of language models, on eight nodes -------------------------------------------------
 
 EIGHT = (*TEXT, "data.batch=4", "run.steps=640", "schedule.warmup_epochs=0.05")
-"""Settings on 8 nodes: a step has as many sequences as in the study "diloco" on 4 nodes."""
+"""Settings on 8 nodes: a step has the same number of sequences, 32, as in the study "diloco" on 4
+nodes."""
 ONE_PEER = "algorithm.name=dsgd graph.name=one-peer-exponential"
 PGA = f"{ONE_PEER} cadence.name=gossip-pga cadence.period"
 EXCHANGES = {

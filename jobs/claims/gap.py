@@ -167,6 +167,11 @@ def rule(rows: Sequence[Gap]) -> str:
 
 
 def _rows(rows: Sequence[Gap], rates: bool) -> list[str]:
+    """Return a table of gaps as lines of Markdown.
+
+    :param rows: rows of the table
+    :param rates: whether the table has a column with the learning rates
+    """
     lines = [
         f"| cell |{' rates |' * rates} parallel, one-peer | gap, points | distance "
         "| within 1 point |",
@@ -267,6 +272,7 @@ def remedies(runs: Sequence[Line]) -> list[Remedy]:
 
 
 def _subtract(a: Iterable[float], b: Iterable[float]) -> list[float]:
+    """Return the differences a − b of two equally long sequences."""
     return [x - y for x, y in zip(a, b, strict=True)]
 
 

@@ -88,8 +88,8 @@ def exponential_gap(options) -> Iterator[Row]:
 def one_peer_exact(options) -> Iterator[Row]:
     """Check which one-peer graphs average exactly.
 
-    Those with 2^τ nodes have to be exact after one period. For others, the distance from the exact
-    average is compared with the expected one.
+    Graphs with 2^τ nodes have to be exact after one period. For other graphs, the distance from the
+    exact average after one period is compared with `RESIDUES`.
     """
     worst = 0.0
     for tau in range(1, 9):

@@ -36,8 +36,8 @@ EPSILON = 1e-3
 LIMIT = 60_000
 RATES = 2.0 ** np.arange(-14, 1.3, 1 / 4)
 SMALL_RATES = 2.0 ** np.arange(-30, 1.3, 1 / 8)
-"""Learning rates of D-PSGD. They are smaller than those of other methods, because its models keep
-a difference in proportion to the rate."""
+"""Learning rates of D-PSGD. They are smaller than the rates of other methods, because its models
+keep a difference in proportion to the rate."""
 CURVATURE = np.geomspace(0.1, 1, 5)
 PHASES = (0.5, 1.0, 2.0, 4.0)
 """Phase lengths of DeTAG, in units of 1/√(1 − λ)."""
@@ -87,7 +87,13 @@ def squares(x: Array, best: Array) -> Array:
 
 
 def gossip(b: Array, rate: Array, x: Array, w: Array) -> Iterator[Array]:
-    """Yield the models (in modes) of D-PSGD, adapt-then-combine, after each iteration."""
+    """Yield the models (in modes) of D-PSGD, adapt-then-combine, after each iteration.
+
+    :param b: minima in modes (2, d)
+    :param rate: learning rates (rates, 1, 1)
+    :param x: initial models in modes (rates, 2, d)
+    :param w: factors of a round, from :func:`weights`
+    """
     while True:
         x = w * (x - rate * CURVATURE * (x - b))
         yield x
@@ -127,7 +133,10 @@ def dpsgd(b: Array, n: int, epsilon: float = EPSILON) -> tuple[int, float]:
 
 
 def tracking(b: Array, rate: Array, x: Array, w: Array) -> Iterator[Array]:
-    """Yield the models (in modes) of gradient tracking, with one exchange per iteration."""
+    """Yield the models (in modes) of gradient tracking, with one exchange per iteration.
+
+    The parameters are the parameters of :func:`gossip`.
+    """
     y = g = CURVATURE * (x - b)
     while True:
         x = w * (x - rate * y)
@@ -139,6 +148,8 @@ def tracking(b: Array, rate: Array, x: Array, w: Array) -> Iterator[Array]:
 
 def detag(b: Array, rate: Array, x: Array, w: Array, phase: int, eta: float) -> Iterator[Array]:
     """Yield the models (in modes) of DeTAG as in the package (Lu & De Sa, algorithm 2).
+
+    The first four parameters are the parameters of :func:`gossip`.
 
     :param phase: number of accelerated exchanges for each gradient
     :param eta: momentum η of the accelerated exchanges; 0: plain exchanges

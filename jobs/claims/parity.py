@@ -106,7 +106,8 @@ def searched_page(runs: Sequence[Line]) -> str:
 class Parity(NamedTuple):
     """Row of a method for which the runs of all seeds are stored.
 
-    ``above`` has the percentages by which its losses exceed those of parallel SGD, one per seed.
+    ``above`` has the percentages by which its losses exceed the losses of parallel SGD, one per
+    seed.
     """
 
     method: str
@@ -227,6 +228,13 @@ def diloco_page(runs: Sequence[Line]) -> str:
 def _reported(
     runs: Sequence[Line], model: str, finalist: SearchResult, verdicts: dict[str, str]
 ) -> list[str]:
+    """Return the table of losses and bytes of one model, as lines of Markdown.
+
+    :param runs: all stored runs
+    :param model: label of the model
+    :param finalist: result of the search
+    :param verdicts: verdict on each claim, in the form of the page
+    """
     base = losses(runs, model, "parallel", finalist.parallel)
     loss = f"{len(base)} of {len(SEEDS)} seeds"
     if len(base) == len(SEEDS):

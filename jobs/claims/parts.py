@@ -1,6 +1,6 @@
 """Custom cadences, graphs, algorithms and models for the runs of `designs.py`.
 
-Importing this module adds the cadences to those of the package.
+Importing this module adds the cadences to the cadences of the package.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from mpigossip.mixing.base import ExchangeKind
 
 
 def exact_parts(*, first: Share = 0.0, last: Share = 0.0, total: Positive | None = None) -> Cadence:
-    """Build a cadence: GLOBAL in the ``first`` and ``last`` fraction of steps, otherwise GOSSIP."""
+    """Build a cadence: GLOBAL in the ``first`` and ``last`` fraction of steps, otherwise GOSSIP.
+
+    Without ``total``, the number of steps of the run, all steps are GLOBAL.
+    """
     begin = first * (total or 0)
     end = (1 - last) * (total or 0)
     return fixed_schedule(
@@ -97,8 +100,8 @@ def two_rounds(n: int, seed: int, t: int) -> Circulant:
 def static_first(n: int, seed: int, t: int, *, first: int = 0) -> Round:
     """Return round ``t`` of a graph that is first static and then one-peer.
 
-    The first ``first`` rounds are those of the static exponential graph, the others those of the
-    one-peer exponential graph.
+    The first ``first`` rounds are rounds of the static exponential graph, and the others are rounds
+    of the one-peer exponential graph.
     """
     return graph("exponential" if t < first else "one-peer-exponential", n).round(t)
 

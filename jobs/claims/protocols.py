@@ -4,8 +4,8 @@ A file contains the arguments of `mpigossip.study` with an axis "method", and in
 
 * `common`: a learning rate; all methods are compared at this rate in a second table;
 * `seconds`: seconds of a run on an idle core, for the estimate;
-* `equal_traffic`: two methods. The placeholder "{period}" of the second one is replaced such that
-  it sends as many bytes as the first;
+* `equal_traffic`: two methods. The placeholder "{period}" of the second one is replaced by the
+  largest period with which it sends at least the bytes of the first one;
 * `[[row]]`: a table for each claim.
 
 A row contains the following keys:
@@ -88,8 +88,10 @@ class Protocol:
     def _grid(self, filled: Mapping[str, Any]) -> dict[str, Any]:
         """Return the grid of the study, with the period of `equal_traffic` filled in.
 
-        It is the largest period with which the second method sends at least as many bytes as the
-        first.
+        It is the largest period with which the second method sends at least the bytes that the
+        first one sends, which is run for this purpose.
+
+        :param filled: arguments of the study, without other placeholders
         """
         methods = dict(filled["grid"]["method"])
         if self.judging["equal_traffic"]:
@@ -135,6 +137,7 @@ class Protocol:
 
 
 def _head(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return the first three cells of a row: claim, source and expected value."""
     return row["claim"], row["source"], row.get("expected", "as measured")
 
 
@@ -179,6 +182,7 @@ def judge_row(study: Study, row: Mapping[str, Any]) -> tuple[str, bool | None]:
 
 
 def _lead(difference: Difference) -> str:
+    """Return a difference with its interval as text, or a note if no pair of runs has ended."""
     return format_interval(difference, "+.3g") if difference.pairs else "– (all pairs diverged)"
 
 

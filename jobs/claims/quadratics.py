@@ -66,10 +66,11 @@ def minima() -> torch.Tensor:
 def limit_of(models: Iterable[torch.Tensor]) -> float:
     """Return the limit of a method: the root mean square of x − b̄ over nodes and four last steps.
 
-    :param models: models (n, 1) after each step
-
     The iteration ends when this value is below ZERO/100 or has changed by less than a fraction of
-    1e-7 in WINDOW steps. The result is infinity if the models diverge.
+    1e-7 in WINDOW steps, but at the latest after STEPS steps. The result is infinity if the models
+    diverge.
+
+    :param models: models (n, 1) after each step
     """
     mean = minima().mean()
     squares = []
@@ -162,8 +163,12 @@ def _limit(gossip_graph: Graph, method: str) -> float:
 def _differences(measured: dict[str, float], expected: dict[str, float]) -> list[str]:
     """Describe how measured limits differ from the expected ones.
 
-    The same methods have to reach zero and to diverge, and all others have to be in the same order,
-    except for values that differ by less than `TIE`.
+    A method has to reach zero, or diverge, exactly if this is expected. All other methods have to
+    be in the expected order, except for values that differ by less than `TIE`.
+
+    :param measured: limits by the name of the method
+    :param expected: expected limits by the name of the method
+    :return: a text for each difference
     """
 
     def kind(value: float) -> float:
@@ -205,6 +210,7 @@ def toy_limits(options) -> Iterator[Row]:
 
 
 def _format(column: dict[str, float]) -> str:
+    """Return limits by the name of the method as text."""
     words = {INF: "diverges", 0: "0"}
     return ", ".join(f"{name} {words.get(v, f'{v:.1e}')}" for name, v in column.items())
 

@@ -45,6 +45,7 @@ SEED = 3
 METHODS = ("parallel", "dmsgd", "dsgd ahead", "ADPSGD")
 """Methods of the table. DiLoCo is missing, because it does not reach the goal with this seed."""
 LIMIT_S = 900
+"""Time limit of a run in seconds."""
 PARTS = ("compute_s", "node_s", "exchange_s", "idle_s")
 """Columns of the log with the parts of a step's time."""
 Line = dict[str, Any]
@@ -90,11 +91,12 @@ def settings(line: Line, link: Link) -> list[str]:
 def run(words: list[str], folder: Path) -> Log:
     """Run a command, and return the log of its run.
 
-    If the run has neither finished nor been stopped, by its exit code, this program ends with the
-    command's output as its message.
+    If the exit code of the command means neither success nor a requested stop, this program ends
+    with the command's output as its message.
 
     :param words: words of the command
-    :param folder: run directory, which is emptied before
+    :param folder: run directory, which is removed before
+    :raises subprocess.TimeoutExpired: if the command takes longer than `LIMIT_S`
     """
     shutil.rmtree(folder, ignore_errors=True)
     environment = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}

@@ -8,9 +8,9 @@ each method at its own learning rate. Steps are counted until the first evaluati
 averaged model reaches the goal. The goal is the final accuracy of parallel SGD, as a mean over its
 seeds, minus half a percentage point.
 
-The duration of a step is that of ResNet-50 in float32 (102 MB) with .335 s of computation, as
-published for a node of 8 V100 (Ying et al. 2021; see `speed.py`). Of all steps of a node, 5 % take
-5 times longer; they are drawn with the seed. Parallel SGD and DiLoCo's warm start overlap an
+A step takes the time of a step of ResNet-50 in float32 (102 MB) with .335 s of computation, as
+published for a node of 8 V100 (Ying et al. 2021; see `speed.py`). In 5 % of its steps, which are
+drawn with the seed, a node takes 5 times longer. Parallel SGD and DiLoCo's warm start overlap an
 all-reduce with the whole computation, which is the best case for them. "dsgd ahead" overlaps its
 message with computation, and the other methods overlap nothing.
 """
@@ -54,6 +54,7 @@ BELOW = 0.005
 of parallel SGD and the goal."""
 (CELL,) = steps_to_goal()
 WARM = 44
+"""Number of steps of the warm start of "DiLoCo warm"."""
 Line = dict[str, Any]
 
 

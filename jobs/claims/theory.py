@@ -16,7 +16,7 @@ There are three kinds of data. "noise": all b_i are equal. "random": the b_i are
 "smooth": b_i = cos(2π i/n). For the last two, only the error of parallel SGD includes gradient
 noise. J is the matrix whose entries are all 1/n, X has a row for each node, and X̄ = J X. The
 "slope" is the power of n that fits the measured T* best; the column "paper" is the paper's bound.
-"none" in a table means that the error is at most twice that of parallel SGD at every rate
+"none" in a table means that the error is at most twice the error of parallel SGD at every rate
 up to 0.9.
 """
 

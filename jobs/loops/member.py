@@ -1,6 +1,6 @@
 """A loop that joins a training as a member, without a launcher.
 
-python member.py runs/members            in as many terminals or single-node jobs as you like
+python member.py runs/members            in any number of terminals or single-node jobs
 touch runs/members/STOP                  stops all members; `rm` the file before you continue
 python member.py runs/members --replay   repeats the training, and compares each model
 """

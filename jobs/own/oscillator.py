@@ -46,10 +46,10 @@ def network(width=32):
 
 
 class Residual:
-    """The task: the loss is the mean square of the residual, plus that of the initial errors."""
+    """The task: the loss is the mean square of the residual, plus the weighted initial errors."""
 
     def __init__(self, *, start=3.0):
-        """Set the weight of the initial conditions in the loss to ``start``."""
+        """Set the weight of the two squared errors at t = 0 in the loss to ``start``."""
         self.start = start
 
     def loss(self, model, batch):

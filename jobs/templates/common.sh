@@ -1,7 +1,7 @@
-# Training exits with @stopped@ when it stopped before its end with a checkpoint: on a signal, or short
-# of the time limit. After an attempt that brought a new checkpoint the job is queued again and goes
-# on there, as `train` does on an existing run directory; also where a node was lost. An attempt
-# without a new checkpoint would be repeated for ever, and @wrong@ is an error in the job.
+# Training ends with exit code @stopped@ if it has stopped with a checkpoint before its end: after a
+# signal, or shortly before the time limit. If this attempt has written a new checkpoint, the script
+# queues the job again, even if a host has failed, and `train` resumes from that checkpoint. Without a
+# new checkpoint, the next attempt would fail in the same way. Exit code @wrong@ is an error in the job.
 run=@run@
 newest() {
     local all=("$run"/checkpoints/step-*[0-9])
@@ -11,12 +11,13 @@ before=$(newest)
 code=0
 @launcher@ mpigossip train @arguments@ || code=$?
 if [ "$code" -eq 0 ]; then
-    echo "batch: training is done"
+    echo "batch: training has finished"
 elif [ "$code" -eq @wrong@ ] || [ "$(newest)" = "$before" ]; then
-    echo "batch: ended with $code and without a new checkpoint; not tried again" >&2
+    echo "batch: training ended with exit code $code; it is not tried again, because the job has an" \
+        "error or there is no new checkpoint: see the messages above" >&2
     [ "$code" -ne @stopped@ ] || code=1
 else
-    echo "batch: ended with $code after $(newest); the next attempt goes on there"
+    echo "batch: training ended with exit code $code; the next attempt resumes from $(newest)"
     again && code=0
 fi
 exit "$code"

@@ -9,9 +9,9 @@
 # Made by `mpigossip job`.
 # @shape@
 NODES=@nodes@
-# this script runs in an instance of its own: the next attempt goes to the one that started it
+# This script runs in its own Flux instance, so the next attempt is submitted to the parent instance.
 again() { flux --parent batch "$0"; }
-# seconds since 1970 at which training must have ended
+# Time by which training must have ended, in seconds since 1970.
 export MPIGOSSIP_END_TIME="$(($(date +%s) + @seconds@))"
 export OMP_NUM_THREADS=1
 

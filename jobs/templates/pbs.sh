@@ -11,9 +11,9 @@
 # @shape@
 cd "$PBS_O_WORKDIR" || exit 1
 NODES=@nodes@
-# users can't requeue a running job with this scheduler, so the script submits itself again
+# Users can't requeue a running job with this scheduler, so the script submits itself again.
 again() { qsub "$0"; }
-# seconds since 1970 at which training must have ended; PBS tells a job only its time limit
+# Time by which training must have ended, in seconds since 1970. PBS only states the time limit.
 export MPIGOSSIP_END_TIME="$(($(date +%s) + @seconds@))"
 export OMP_NUM_THREADS=1
 

@@ -10,10 +10,10 @@
 # @title@: @tried@.
 # Made by `mpigossip job`.
 # @shape@
-# --requeue also repeats the job when a node fails; it then goes on from the last checkpoint that
-# training wrote.
+# With --requeue, Slurm also queues the job again if a host fails; training then resumes from its last
+# checkpoint.
 again() { scontrol requeue "$SLURM_JOB_ID"; }
-# seconds since 1970 at which training must have ended
+# Time by which training must have ended, in seconds since 1970.
 export MPIGOSSIP_END_TIME="${SLURM_JOB_END_TIME:-$(($(date +%s) + @seconds@))}"
 export OMP_NUM_THREADS=1
 

@@ -36,6 +36,7 @@ from mpigossip.store import StoreError
 from mpigossip.store.hdf5 import create, replacing, writing
 
 GRAPHS = ("one-peer-hypercube", "one-peer-exponential", "exponential", "ring", "complete")
+"""Graphs that `exchange` measures unless the command names others."""
 
 
 def limit_memory(count: int) -> Callable[[], object]:
@@ -110,7 +111,13 @@ def room_for_messages(world: World) -> int:
 
 
 def sizes_that_fit(world: World, options) -> list[int]:
-    """Return the requested sizes of messages that fit in memory; print a note on other sizes."""
+    """Return the requested sizes of messages that fit in memory, in bytes; collective.
+
+    Rank 0 prints a note on the other sizes.
+
+    :param world: all ranks
+    :param options: options of `mpigossip bench`
+    """
     room = room_for_messages(world)
     omitted = [f"{size:,}" for size in options.sizes if size > room]
     if world.rank == 0 and omitted:
@@ -158,10 +165,15 @@ def one_round(
 
 
 def exchange(world: World, options) -> Iterator[dict[str, Any]]:
-    """Measure the time of rounds in which nodes exchange one vector, on each graph.
+    """Measure the time of rounds in which nodes exchange one vector, on each graph; collective.
 
-    If the ranks share a host, the limit is the time to average two arrays in memory, otherwise the
-    time of a plain MPI message.
+    If all ranks share a host, the limit is the time to average two arrays in memory, otherwise the
+    time of a plain MPI message. Graphs that do not exist for this number of ranks are left out.
+
+    :param world: all ranks, each of which is a node
+    :param options: options of `mpigossip bench`
+    :return: rows, as :func:`row` makes them, for each graph and size
+    :raises GraphError: if a graph that ``options`` names does not exist for this number of ranks
     """
     on_one_host = len(set(world.hosts)) == 1
     for name in options.graphs or GRAPHS:
@@ -186,9 +198,13 @@ def exchange(world: World, options) -> Iterator[dict[str, Any]]:
 
 
 def allreduce(world: World, options) -> Iterator[dict[str, Any]]:
-    """Measure the time of an exact average over all nodes.
+    """Measure the time of an exact average over all nodes, and of MPI's `Allreduce`; collective.
 
-    The limit is the time of the MPI library's `Allreduce`.
+    The limit of both is the time to average two arrays in memory.
+
+    :param world: all ranks, each of which is a node
+    :param options: options of `mpigossip bench`
+    :return: for each size, two rows as :func:`row` makes them
     """
     mixing_graph = graph("complete", world.size)
     for size in sizes_that_fit(world, options):
@@ -209,7 +225,15 @@ def allreduce(world: World, options) -> Iterator[dict[str, Any]]:
 
 
 def overlap(world: World, options) -> Iterator[dict[str, Any]]:
-    """Measure the fraction of an exchange that overlaps with a computation of equal duration."""
+    """Measure the fraction of an exchange that overlaps with a computation of equal duration.
+
+    The limit is the time of the computation alone. Collective.
+
+    :param world: all ranks, each of which is a node
+    :param options: options of `mpigossip bench`
+    :return: rows as :func:`row` makes them, with two more entries: "exchange_seconds" is the time
+        of the exchange alone, and "hidden" is the fraction that overlaps, from 0 to 1
+    """
     mixing_graph = graph("one-peer-exponential", world.size)
     for size in sizes_that_fit(world, options):
         mixer, count = _opened(mixing_graph, size, world, options)
@@ -227,9 +251,15 @@ def overlap(world: World, options) -> Iterator[dict[str, Any]]:
 
 
 def checkpoint(world: World, options) -> Iterator[dict[str, Any]]:
-    """Measure the time to write the checkpoint of a node.
+    """Measure the time to write the checkpoint of a node, on all ranks at once; collective.
 
-    The limit is the time to write a plain file of equal size.
+    The limit is the time to write a plain file of equal size to the disk, with fsync.
+
+    :param world: all ranks, each of which is a node
+    :param options: options of `mpigossip bench`
+    :return: rows as :func:`row` makes them, one for each size
+    :raises StoreError: on all ranks, if a rank can't create a folder in ``options.folder``
+    :raises Failure: if a file can't be written
     """
     from mpigossip.store import checkpoint as store
 
@@ -252,6 +282,7 @@ def checkpoint(world: World, options) -> Iterator[dict[str, Any]]:
 
 
 def _write_plain(path: Path, values: np.ndarray) -> None:
+    """Write an array to a new file with fsync, and rename the file to ``path``."""
     with path.with_suffix(".new").open("wb") as file:
         file.write(values.data)
         file.flush()

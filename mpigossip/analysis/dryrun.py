@@ -18,8 +18,8 @@ def describe(job: Job, nodes: int | None) -> str:
     """Return the job with all defaults as TOML, with comments on traffic and memory of a step.
 
     :param job: the job
-    :param nodes: number of nodes; None: the number that the launcher has started, or `NODES`
-        without a launcher
+    :param nodes: number of nodes; None: the number of nodes that the ranks of the launcher form, or
+        `NODES` without a launcher
     :raises JobError: if the job cannot run on this number of nodes
     """
     ranks = launched()
@@ -75,6 +75,13 @@ def launched() -> int | None:
 
 
 def _rates(job: Job, n: int, per_step: int, steps: int) -> list[str]:
+    """Return a text on the learning rates of the run; [] if an epoch has no step.
+
+    :param job: the job
+    :param n: number of nodes
+    :param per_step: samples per node and step
+    :param steps: number of steps per epoch
+    """
     from mpigossip.training.schedule import full_rate, schedule
 
     total = job.run.epochs * steps

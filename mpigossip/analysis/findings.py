@@ -27,10 +27,13 @@ class Finding:
     """Level of the result: "good"; "note" if the thing works, but is slow or limited; "wrong" if
     it has to be fixed."""
     remedy: str = ""
+    """Text on the reason and on what to do; "" if nothing has to be done."""
     data: dict[str, Any] = field(default_factory=dict)
+    """Values for the JSON output."""
 
 
 SIGN = {"good": "ok", "note": "note", "wrong": "WRONG"}
+"""Word for each level, with which the line of a finding begins."""
 
 
 class Findings(list[Finding]):
@@ -80,6 +83,7 @@ def merged(findings_by_rank: Sequence[Sequence[Finding]] | None) -> list[Finding
 
 
 def _some(ranks: Sequence[int]) -> str:
+    """Return a text that names at most four ranks, and the number of ranks if it is above 1."""
     shown = ", ".join(map(str, ranks[:4])) + (" …" if len(ranks) > 4 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"{len(ranks)} ranks ({shown})"
 

@@ -9,13 +9,14 @@ from mpigossip.store.hdf5 import replacing
 
 
 def picture(graph: Graph, out: Path) -> None:
-    """Draw the edges of the first rounds, and ‖W(t−1) … W(0) − J‖ against the round t, as a PNG.
+    """Draw the edges of at most four rounds, and ‖W(t−1) … W(0) − J‖ against the round t.
 
     The norm is the distance from the exact average J = 11ᵀ/n after t rounds.
 
     :param graph: the graph
-    :param out: file to write
+    :param out: file to write, in the format of its suffix; without a suffix, as PNG
     :raises GraphError: if the format of the file is unknown
+    :raises StoreError: if the file can't be written
     """
     from matplotlib.figure import Figure
 
@@ -54,7 +55,8 @@ def picture(graph: Graph, out: Path) -> None:
 def _draw_round(axis, graph: Graph, t: int) -> None:
     """Draw the nodes on a circle, with arrows to their out-neighbours in round ``t``.
 
-    The colour of an arrow shows its length.
+    The colour of an arrow shows its length. More than 32 nodes get lines without heads, and more
+    than 64 nodes no arrows.
     """
     from math import cos, pi, sin
 

@@ -99,8 +99,8 @@ class LoggedRun:
 def load(paths: Sequence[Path]) -> list[LoggedRun]:
     """Load runs, and give each a name and a style.
 
-    Runs that differ only in their seed are combined into one. Its name consists of the settings by
-    which it differs from the other runs.
+    The name is the end of the path. Runs that differ only in their seed are combined into one,
+    whose name consists of the settings by which it differs from the other runs.
 
     :param paths: run directories or logs
     :raises StoreError: if there is no log
@@ -201,7 +201,13 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def mean_ms(log: Log, part: str) -> float:
-    """Return the mean duration of a part of a step, in milliseconds, over all nodes and steps."""
+    """Return the mean duration of a part of a step, in milliseconds, over all nodes and steps.
+
+    The result is 0 if the log has no values of this part.
+
+    :param log: the log of a run
+    :param part: column of the log, such as "compute_s"
+    """
     values = log.steps.get(part, np.empty(0))
     finite = values[np.isfinite(values)]
     return 1e3 * float(finite.mean()) if len(finite) else 0.0

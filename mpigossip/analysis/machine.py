@@ -187,6 +187,7 @@ def _with_data(job: Job, what: Subject) -> Job:
 
 
 def _combine_rate(what: Subject) -> float:
+    """Measure the bytes/s at which this rank adds a received vector to a weighted sum."""
     elements = min(what.flat.size, LONGEST_SUM)
     a, b, out = (torch.ones(1, elements) for _ in range(3))
     (times,) = take_turns([lambda: weighted_sum((0.5, 0.5), (a, b), out)])
@@ -196,7 +197,8 @@ def _combine_rate(what: Subject) -> float:
 def coding_seconds(wire: Wire, width: int) -> tuple[float, float]:
     """Measure the seconds to encode and to decode a vector of ``width`` elements.
 
-    The result is (0, 0) for a wire in full precision.
+    For long vectors, at most 2²⁰ elements are timed, and the times are extrapolated. The result is
+    (0, 0) for a wire in full precision.
     """
     if wire.exact:
         return 0.0, 0.0
@@ -214,6 +216,9 @@ def coding_seconds(wire: Wire, width: int) -> tuple[float, float]:
 
 def _network(what: Subject, world, combine_rate: float, budget_s: float, work_s: float):
     """Return latency (s) and bandwidth (bytes/s) of each kind of exchange, and a text on the ranks.
+
+    The four numbers are for GOSSIP, then for GLOBAL. With a single node, they are assumed;
+    otherwise, they are measured, which is collective.
 
     :param what: the job and its sizes
     :param world: all ranks

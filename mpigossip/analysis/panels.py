@@ -23,6 +23,7 @@ BANDS = 6
 SHADES = (("#1B4F72", ""), ("#7FB3D5", "////"), ("#F5B041", "...."), ("#E5E7E9", ""))
 """Colour and hatch of each part of a step, from dark to light."""
 PREFIXES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
+"""Units of traffic: number of bytes, and name."""
 CLOCKS = ((2 * 3600, 3600, "hours"), (300, 60, "minutes"), (0, 1, "seconds"))
 """Units of a time axis: smallest time, in seconds, for which the unit is used; length of the unit
 in seconds; name."""
@@ -258,7 +259,7 @@ def staleness(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 
 
 def members(axes: Axes, run: LoggedRun) -> None:
-    """Draw the time during which each member of a training was present."""
+    """Draw, for each place of a training of members, the time from its first to its last step."""
     from matplotlib.ticker import MaxNLocator
 
     _dress(axes, "Members", "place")
@@ -372,6 +373,7 @@ def known(run: LoggedRun, column: str) -> bool:
 
 
 def _dress(axes: Axes, title: str, label: str) -> None:
+    """Set the title and the style of a panel, and the label of its vertical axis."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.set_ylabel(label)
     axes.grid(True, color="#DDDDDD", lw=0.6)
@@ -413,17 +415,20 @@ def _sample(label: str, **style: Any) -> Any:
 
 
 def _band(label: str) -> Any:
+    """Return a legend entry for a shaded range; it is grey, as it applies to all runs."""
     from matplotlib.patches import Patch
 
     return Patch(color="#444444", alpha=0.2, label=label)
 
 
 def _note(axes: Axes, text: str, right: bool = False, above: bool = False) -> None:
+    """Write a short text in a corner of the panel, by default in the lower left one."""
     position = {"ha": "right", "x": 0.99} if right else {"x": 0.01}
     position |= {"va": "top", "y": 0.98} if above else {"y": 0.02}
     axes.text(s=text, transform=axes.transAxes, fontsize=8.5, color="#666666", **position)
 
 
 def _nothing(axes: Axes, text: str) -> None:
+    """Write the reason why a panel is empty into its centre."""
     axes.set_yticks([])
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color="#666666")

@@ -15,6 +15,7 @@ from mpigossip.config import JobError
 from mpigossip.config.readable import pluralize
 
 SYSTEM = Path("/")
+"""Root of the file system, from which the folders /sys and /proc are read."""
 ALL_SEEN = (
     "srun --gpus-per-node=N --gpu-bind=none without --gpus-per-task, and CUDA_VISIBLE_DEVICES "
     "unset: each rank then sees all GPUs of its host and uses its own"
@@ -45,7 +46,11 @@ class HostReport:
 
 
 def seen(world: World, slots: Sequence[str]) -> HostReport:
-    """Return this rank's description of its host; collective."""
+    """Return this rank's description of its host; collective.
+
+    :param world: all ranks
+    :param slots: devices of this rank's slots
+    """
     from mpi4py import MPI
 
     shared = world.comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -90,6 +95,12 @@ def _gpus(slots: Sequence[str]) -> tuple[int, tuple[str, ...], list[str]]:
 
 
 def _hidden(visible: int, gpu_count: int, environ: Mapping[str, str]) -> str:
+    """Return the reason why a rank does not see all GPUs of its host; "" if it does.
+
+    :param visible: number of GPUs that the rank sees
+    :param gpu_count: number of GPUs of the host
+    :param environ: environment variables of the rank
+    """
     if visible >= gpu_count:
         return ""
     shown = environ.get("CUDA_VISIBLE_DEVICES")
@@ -99,7 +110,11 @@ def _hidden(visible: int, gpu_count: int, environ: Mapping[str, str]) -> str:
 
 
 def memory_of(cores: Sequence[int], system: Path = SYSTEM) -> tuple[int, ...]:
-    """Return the memory nodes of ``cores``; empty if the system does not report them."""
+    """Return the memory (NUMA) nodes of cores; empty if the system does not report them.
+
+    :param cores: numbers of the cores
+    :param system: root of the file system
+    """
     top = system / "sys/devices/system/cpu"
     nodes = {
         int(node.name.removeprefix("node"))
@@ -110,7 +125,11 @@ def memory_of(cores: Sequence[int], system: Path = SYSTEM) -> tuple[int, ...]:
 
 
 def nodes_of(buses: Sequence[str], system: Path = SYSTEM) -> tuple[int, ...]:
-    """Return the memory nodes of PCI devices; empty if the system does not report them."""
+    """Return the memory (NUMA) nodes of PCI devices; empty if the system does not report them.
+
+    :param buses: addresses of the devices, such as "0000:3b:00.0"
+    :param system: root of the file system
+    """
     nodes = set()
     for bus in buses:
         try:
@@ -121,7 +140,12 @@ def nodes_of(buses: Sequence[str], system: Path = SYSTEM) -> tuple[int, ...]:
 
 
 def all_tests(world: World, slots: Sequence[str], ranks_per_node: int | str) -> list[Finding]:
-    """Return all findings about nodes and hosts, complete on rank 0 only; collective."""
+    """Return all findings about nodes and hosts, complete on rank 0 only; collective.
+
+    :param world: all ranks, which are grouped into nodes as a side effect
+    :param slots: devices of this rank's slots
+    :param ranks_per_node: value of `node.ranks_per_node`
+    """
     nodes_finding = nodes(world, ranks_per_node)
     reports = world.gather(seen(world, slots))
     return (
@@ -154,6 +178,7 @@ def judged(reports: Sequence[HostReport], per_node: int) -> list[Finding]:
 
 
 def _hosts(reports: Sequence[HostReport]) -> dict[str, list[int]]:
+    """Return the ranks of each host, by its name."""
     ranks_by_host: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
         ranks_by_host.setdefault(report.host, []).append(rank)

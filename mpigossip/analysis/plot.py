@@ -33,6 +33,7 @@ def plot(runs: Sequence[Path], out: Path) -> None:
 
     :param runs: run directories or logs
     :param out: file to write
+    :raises StoreError: if there is no log, or the file can't be written
     """
     with replacing(out) as temporary:
         figure(load([Path(run) for run in runs])).savefig(temporary, format="png")
@@ -104,10 +105,18 @@ def _heights(runs: Sequence[LoggedRun]) -> list[float]:
 
 
 def _names(runs: Sequence[LoggedRun]) -> float:
+    """Return the additional height, in inches, of a legend with more than three names."""
     return LINE * -(-len(runs) // 2) if len(runs) > 3 else 0.0
 
 
 def _draw(target: FigureBase, runs: Sequence[LoggedRun], title: str, heights: list[float]) -> None:
+    """Draw all panels of a group of runs.
+
+    :param target: figure, or part of it, into which the panels are drawn
+    :param runs: runs of the group
+    :param title: title of the group; "" if there is one group only
+    :param heights: height of each row of panels in inches, from :func:`_heights`
+    """
     stale = any(map(panels.stale, runs))
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
     below = 1 + len(metrics)

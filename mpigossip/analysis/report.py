@@ -132,6 +132,12 @@ def _logged(log: Log) -> list[Sequence[str]]:
 
 
 def _ranges(values: np.ndarray, form: Callable[[float], str], unit: str = "") -> list[str]:
+    """Return the range of each row of an array (evaluations, nodes), such as "0.91 to 0.93".
+
+    :param values: the array; a row without numbers becomes "–"
+    :param form: function that formats a number
+    :param unit: unit, which follows the second number
+    """
     pairs = zip(over_nodes(np.nanmin, values), over_nodes(np.nanmax, values), strict=True)
     return [f"{form(a)} to {form(b)}{unit}" if a == a else "–" for a, b in pairs]
 
@@ -200,6 +206,7 @@ COLUMNS = {
     "samples_per_second": ("samples/s", "{:,.0f}"),
     "digest": ("digest", "{:.16}…"),
 }
+"""Entries of a summary that the table of results shows: name of the column, and format."""
 
 
 def _result(runs: Sequence[LoggedRun]) -> tuple[list[str], list[tuple[list[str], list[str]]]]:
@@ -283,6 +290,11 @@ def stays(run: Path) -> str:
 
 
 def _findings(run: Path) -> list[dict]:
+    """Return the findings in `doctor.json` of a run directory; [] if there is no such file.
+
+    :param run: run directory, or a log in it
+    :raises StoreError: if the file can't be read
+    """
     file = (run if run.is_dir() else run.parent) / FINDINGS
     if not file.is_file():
         return []

@@ -28,6 +28,7 @@ from mpigossip.mixing.device.proof import (
 from mpigossip.mixing.transports import probe
 
 REPEATS = 5
+"""Number of times that each put is measured."""
 SMALL = 8
 """Number of bytes of the message with which the latency is measured."""
 SLOW = 3.0
@@ -109,7 +110,13 @@ def attempted(world: MPIWorld, name: str, work: Callable[[], Finding]) -> Findin
 
 
 def sums(world: MPIWorld, slots: Sequence[str], timeout_s: float) -> Finding:
-    """Test the sums over the slots of each node, with each implementation (`node.sums`)."""
+    """Test the sums over the slots of each node, with each implementation (`node.sums`).
+
+    :param world: all ranks
+    :param slots: devices of this rank's slots
+    :param timeout_s: seconds that each wait for other ranks may take
+    :raises GroupError: if slots can't be connected, or the sums are wrong
+    """
     count = len(slots) * world.nodes.per_node
     elements = 1 << 20
     seconds = trials.averaged_in_node(slots, timeout_s, world, elements)
@@ -234,6 +241,14 @@ def _round(world: MPIWorld, test_graph: Graph, t: int, size: int, window) -> lis
 
 
 def _check(world: MPIWorld, test_graph: Graph, t: int, size: int, memory: np.ndarray) -> list[str]:
+    """Return a text for each source whose large put of round ``t`` arrived with wrong bytes.
+
+    :param world: all ranks
+    :param test_graph: the graph
+    :param t: number of the round
+    :param size: bytes of the large put
+    :param memory: bytes of this rank's window, with ``size`` bytes for each source
+    """
     sources = [0] if world.size == 1 else [int(j) for j in test_graph.neighbours(t, world.rank)[0]]
     return [
         f"rank {world.rank} received wrong data from rank {source}"
@@ -243,6 +258,13 @@ def _check(world: MPIWorld, test_graph: Graph, t: int, size: int, memory: np.nda
 
 
 def _judge(world: MPIWorld, links: list, problems: list[str], size: int) -> Finding:
+    """Return the finding on the puts of all ranks, complete on rank 0 only; collective.
+
+    :param world: all ranks
+    :param links: measurements of this rank, from :func:`_round`
+    :param problems: texts of this rank, from :func:`_check`
+    :param size: bytes of the large put
+    """
     gathered = world.gather((links, problems))
     if gathered is None:
         return Finding("put", "")
@@ -278,7 +300,10 @@ def _judge(world: MPIWorld, links: list, problems: list[str], size: int) -> Find
         ],
     }
     if worst[3] > SLOW * large:
-        remedy = f"{name(worst)} is {worst[3] / large:.1f} x slower than the median link"
+        remedy = (
+            f"{name(worst)} is {worst[3] / large:.1f} x slower than the median link: check the "
+            "network cards and cables of these hosts, or ask the scheduler for other hosts"
+        )
         return Finding("put", text, "note", remedy, data)
     return Finding("put", text, data=data)
 
@@ -290,6 +315,9 @@ def gpu_awareness(world: MPIWorld, on_gpus: bool) -> Finding:
     """Report whether the MPI library claims to support GPU memory.
 
     Exchanges between GPUs, which are tested separately, show whether this claim is true.
+
+    :param world: all ranks
+    :param on_gpus: whether the slots of all ranks are GPUs
     """
     support = reported_gpu_support(world.comm)
     text = "MPI reports " + ", ".join(

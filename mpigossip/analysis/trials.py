@@ -54,7 +54,7 @@ def averaged_in_node(
     :param devices: devices of this rank's slots
     :param timeout_s: seconds that each wait for other ranks may take
     :param world: all ranks; None: this process only
-    :param elements: number of elements per slot
+    :param elements: number of elements of each slot's shard
     :returns: seconds of an average by name of the implementation (as in `node.sums`); empty if a
         node has one slot
     :raises GroupError, Failure: if slots can't be connected, or the sums are wrong
@@ -73,13 +73,23 @@ def averaged_in_node(
 def rate(slots: int, elements: int, seconds: float) -> float:
     """Return the bytes per second that each slot sends in an average over ``slots`` slots.
 
-    If a node has L slots, each slot sends (L − 1)/L of its elements in the reduce-scatter, and
-    equally many in the all-gather.
+    If a node has L slots, each slot has an array of L shards. It sends (L − 1)/L of this array in
+    the reduce-scatter, and equally many bytes in the all-gather.
+
+    :param slots: number of slots
+    :param elements: number of float32 elements of a shard
+    :param seconds: seconds of an average
     """
     return 2 * (slots - 1) * 4 * elements / seconds
 
 
 def _averaged(group: Group, elements: int) -> float:
+    """Return the shortest time of an average over the slots of a node, in seconds; collective.
+
+    :param group: slots of the node
+    :param elements: number of elements of a shard
+    :raises GroupError: if the average is wrong
+    """
     full = group.zeros(1, elements * group.slots)
     for slot, array in zip(group.local_slots, full, strict=True):
         array.fill_(float(slot))
@@ -100,6 +110,7 @@ def _averaged(group: Group, elements: int) -> float:
 
 
 def _wait(group: Group) -> None:
+    """Wait until all GPUs of this rank's slots have finished their work."""
     for device in group.devices:
         if is_gpu(device):
             torch.cuda.synchronize(device)
@@ -196,7 +207,11 @@ def _timed(
     return Probe(world.comm, layout, 1, world, on_host).seconds(way), 0.0
 
 
-OFF = "averages have a relative error of {:.1e}: windows of this MPI are not reliable here"
+OFF = (
+    "averages have a relative error of {:.1e}: windows of this MPI are not reliable here; try "
+    "another MPI"
+)
+"""Template of the remedy if averages are wrong; the number is the relative error."""
 
 
 def _try_out(

@@ -1,4 +1,4 @@
-"""Models by name: mlp, lenet, resnet20, resnet56, resnet50, gpt, or "package.module:factory"."""
+"""Models by name: the built-in models of `BUILDERS`, and custom ones, "package.module:factory"."""
 
 import math
 import warnings
@@ -91,8 +91,11 @@ def point(shape: Shape) -> nn.Module:
 def factors(shape: Shape, *, rank: Positive = 3, size: AboveZero = 0.3) -> nn.Module:
     """Return a :class:`Point` for the factorization of matrices, (m, k), into U Vᵀ.
 
-    The point consists of U, (m, rank), stacked on V, (k, rank). Its elements are normal random
-    numbers with the standard deviation ``size``.
+    The point consists of U, (m, rank), stacked on V, (k, rank).
+
+    :param shape: shape (m, k) of the matrices
+    :param rank: number of columns of U and V
+    :param size: standard deviation of the elements, which are normal random numbers
     """
     return Point(size * torch.randn(sum(shape), rank))
 
@@ -221,7 +224,12 @@ def _build(name: str, shape: Shape, classes: int, options: Mapping[str, Any]) ->
 
 
 def _described(name: str, shape: Shape, options: Mapping[str, Any]) -> str:
-    """Return a description of a model for messages, with the settings that determine its size."""
+    """Return a description of a model for messages, with the settings that determine its size.
+
+    :param name: value of `model.name`
+    :param shape: shape of a sample
+    :param options: options of the model
+    """
     settings = "".join(f", model.{key} = {options[key]}" for key in _sizes(options))
     return f'model.name = "{name}"{settings}, for samples of shape {tuple(shape)},'
 
@@ -257,9 +265,10 @@ def loss_and_correct(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scores(outputs: Any) -> Tensor:
-    """Return the scores in ``output``, the output of a model.
+    """Return the scores in ``outputs``, which a model has returned.
 
-    The output is a tensor of scores, or an object with the attribute `logits`, as in transformers.
+    ``outputs`` is a tensor of scores, or an object with the attribute `logits`, as in transformers.
+    Any other object is returned unchanged.
     """
     return outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", outputs)
 
@@ -279,7 +288,14 @@ def _factory(name: str) -> Callable[..., nn.Module]:
 
 
 def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:
-    """Apply the model to a batch of one sample, (1, …), and check the shape of its output."""
+    """Apply the model to a batch of one sample, and check the shape of its output.
+
+    :param network: the model
+    :param name: value of `model.name`, for messages
+    :param sample: the batch, (1, …)
+    :param classes: number of classes, or of tokens
+    :raises JobError: if the model fails, or its output has another shape
+    """
     shape = tuple(sample.shape[1:])
     tokens = sample.dtype == torch.int64
     what = f"tokens of shape {shape}, 0 … {classes - 1}" if tokens else f"samples of shape {shape}"
@@ -306,5 +322,6 @@ def _try(network: nn.Module, name: str, sample: Tensor, classes: int) -> None:
     if output_shape != expected:
         raise JobError(
             f'model.name = "{name}" returns outputs of shape {output_shape} for one of {what}; '
-            f"{classes} classes need {expected}"
+            f"{classes} classes need {expected}; change the last layer of the model, or the number "
+            "of classes of the data"
         )

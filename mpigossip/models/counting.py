@@ -100,6 +100,10 @@ def is_small(module: nn.Module, shape: tuple[int, ...], tokens: bool) -> bool:
 
     A model with lazy modules counts as small, because its size is known only after it is applied to
     a sample.
+
+    :param module: the model
+    :param shape: shape of a sample
+    :param tokens: whether the elements of a sample are tokens
     """
     parameters = [*module.parameters()]
     if any(

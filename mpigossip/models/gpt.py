@@ -43,7 +43,8 @@ def turned(x: Tensor, turn: Turn) -> Tensor:
 class Block(nn.Module):
     """Block of a transformer: causal attention, then two layers with an inner width of 4 · width.
 
-    Each of the two begins with a norm, and its result is added to its input.
+    Each of the two begins with a norm ("layer" or "rms"), and its result is added to its input. The
+    width is a multiple of the number of heads.
     """
 
     def __init__(self, width: int, heads: int, norm: str = "layer", bias: bool = True) -> None:
@@ -72,7 +73,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Language model, which maps tokens (B, T) int64 to scores (B, T, classes).
 
-    Input and output use the same embedding matrix.
+    Input and output use the same embedding matrix. The parameters are the parameters of
+    :func:`gpt`; ``context`` is the largest number T of tokens in a sample.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ def gpt(
 ) -> nn.Module:
     """Return a causal transformer for samples of T tokens.
 
-    With the default options, it has 0.8 million parameters.
+    With the default options, its blocks have 0.8 million parameters.
 
     :param shape: shape of a sample, (T,)
     :param classes: number of tokens

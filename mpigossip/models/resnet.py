@@ -12,8 +12,10 @@ Shape = tuple[int, ...]
 def image_shape(shape: Shape, name: str, smallest: int) -> Shape:
     """Check that the shape of a sample is the shape of an image, and return it.
 
-    :raises JobError: if the shape is not (channels, height, width), or a side has less than
-        ``smallest`` pixels
+    :param shape: shape of a sample
+    :param name: name of the model, for the message
+    :param smallest: smallest allowed height and width in pixels
+    :raises JobError: if the shape is not (channels, height, width), or a side is too small
     """
     if len(shape) != 3 or min(shape[1:]) < smallest:
         raise JobError(
@@ -79,7 +81,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet20(shape: Shape, classes: int, *, width: Positive = 16) -> nn.Module:
-    """Return ResNet-20 for small images, with 0.27 million parameters.
+    """Return ResNet-20 for small images; with 10 classes, it has 0.27 million parameters.
 
     :param shape: shape of a sample, (C, H, W)
     :param classes: number of classes
@@ -89,7 +91,7 @@ def resnet20(shape: Shape, classes: int, *, width: Positive = 16) -> nn.Module:
 
 
 def resnet56(shape: Shape, classes: int, *, width: Positive = 16) -> nn.Module:
-    """Return ResNet-56 for small images, with 0.86 million parameters.
+    """Return ResNet-56 for small images; with 10 classes, it has 0.86 million parameters.
 
     :param shape: shape of a sample, (C, H, W)
     :param classes: number of classes
@@ -128,6 +130,12 @@ def _small(name: str, shape: Shape, classes: int, blocks: int, width: int) -> nn
     """Return a network with three stages of blocks, at full, half and quarter resolution.
 
     It is the network for CIFAR in section 4.2 of the paper.
+
+    :param name: name of the model, for messages
+    :param shape: shape of a sample, (C, H, W)
+    :param classes: number of classes
+    :param blocks: number of blocks per stage
+    :param width: number of channels of the first stage; each further stage has twice as many
     """
     channels, _, _ = image_shape(shape, name, 4)
     layers: list[nn.Module] = [
@@ -148,6 +156,10 @@ def _with_head(layers: list[nn.Module], wide: int, classes: int) -> nn.Module:
 
     Convolutions are initialized as by He et al., and the last layer with standard deviation 0.01
     (Goyal et al., 2017, section 5.1).
+
+    :param layers: layers of the network without its head
+    :param wide: number of channels of their output
+    :param classes: number of classes
     """
     head = nn.Linear(wide, classes)
     nn.init.normal_(head.weight, 0.0, 0.01)

@@ -31,9 +31,10 @@ class Study(Results):
     ) -> Figure:
         """Plot the mean of a metric over seeds, with a band for its confidence interval.
 
-        A curve has a value for each evaluation. The band is the 95 % confidence interval of the
-        mean over seeds. If the mean is positive but the band would reach 0, the lower end of the
-        band is replaced by mean² / upper end.
+        A curve has a value for each evaluation; runs that diverged are left out. The band is the
+        95 % confidence interval of the mean over seeds. The band of an accuracy is clipped to
+        [0, 1]. If the mean of another metric is positive but its band would reach 0, the lower end
+        of the band is replaced by mean² / upper end.
 
         :param y: name of a metric, "loss" or "consensus_distance"; None: the metric ``judge`` of
             the study
@@ -45,7 +46,8 @@ class Study(Results):
             bounds (grey), too. This is possible for theory tasks if "gradient_square" is plotted
             over steps
         :return: figure, which a notebook displays
-        :raises JobError: if the logs do not have such a metric, or ``theory`` does not apply
+        :raises JobError: if ``x`` is not valid, if the logs do not have such a metric or no virtual
+            time, or if ``theory`` does not apply
         """
         from mpigossip.store.hdf5 import replacing
         from mpigossip.studies.drawing import curves
@@ -65,7 +67,8 @@ class Study(Results):
 
         Both curves are means of a metric over seeds. In each row, "transient" is this step, or inf
         if the curve never stays near the reference. "iid" and "non_iid" are the theoretical
-        estimates n³/(1−ρ)² and n³/(1−ρ)⁴ for the graph of the point.
+        estimates n³/(1−ρ)² and n³/(1−ρ)⁴ for the graph of the point; a point whose runs all
+        diverged lacks them.
 
         :param against: label of the reference. If several references have the same number of nodes
             as the point, the reference that shares most labels with the point is used
@@ -113,9 +116,10 @@ def study(
         order of the samples and random graphs
     :param rates: None: use `schedule.lr` of the job. A list: each point uses the rate that is best
         by ``judge`` in a run with another seed, which is not reported. Rates that diverged are used
-        only if all rates diverged. "search": try ¼, ½, 1, 2 and 4 times the rate of the job; while
-        the best rate is the smallest or the largest, try half or twice this rate, at most 3 times.
-        "fine": then also try the geometric means of the best rate and its neighbours
+        only if all rates diverged. A list with a single rate: all points use it. "search": try ¼,
+        ½, 1, 2 and 4 times the rate of the job; while the best rate is the smallest or the largest,
+        try half or twice this rate, at most 3 times. "fine": then also try the geometric means of
+        the best rate and its neighbours
     :param settings: settings of all runs: ``["run.epochs=5"]``
     :param judge: metric by which points are compared: a metric of the task, or "loss", of the
         averaged model at the end, or "train_loss", the training loss in the last twentieth of the
@@ -126,7 +130,7 @@ def study(
     :param processes: number of simultaneous runs; None: one for each core; 0: no run is started
     :param skip: whether to leave out points whose settings cannot be combined; if false, such
         points raise JobError
-    :raises JobError: if the grid is not valid
+    :raises JobError: if the grid or another argument is not valid
     :raises Failure: if a run ends with an error, or if a run is missing and ``processes`` is 0
     """
     path = Path(job)
@@ -141,6 +145,12 @@ def study(
 
 
 def _listed(name: str, value: Any) -> list[int]:
+    """Return a number, or the different numbers of a sequence, as a list.
+
+    :param name: name of the argument, for messages
+    :param value: the argument
+    :raises JobError: if there is no number, or a value is not a whole number
+    """
     try:
         numbers = list(dict.fromkeys(map(index, [value] if isinstance(value, Integral) else value)))
     except TypeError:

@@ -50,7 +50,7 @@ INK = 0.6
 
 
 def style(k: int) -> dict[str, Any]:
-    """Return the colour, the line style and the marker of the k-th curve in a plot."""
+    """Return the colour, line style and marker of the curve with index k in a plot, from 0 on."""
     return {"color": COLOURS[k % 7], "linestyle": LINES[k % 5], "marker": MARKERS[k % 5]}
 
 
@@ -64,7 +64,14 @@ class Picture(Figure):
 
 
 def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
-    """Plot a metric of the averaged model over steps, epochs, bytes or time; see `Study.plot`."""
+    """Plot a metric over steps, epochs, bytes or time.
+
+    :param study: results of the study
+    :param y: name of the metric
+    :param x: key of `AXES`
+    :param theory: whether to draw theoretical rates and bounds, too
+    :raises JobError: as `Study.plot`
+    """
     if x not in AXES:
         raise JobError(f'x = "{x}": must be one of {", ".join(AXES)}')
     if theory and (y, x) != ("gradient_square", "step"):
@@ -110,7 +117,10 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
 
 
 def _of_all(study: Results) -> str:
-    """Return the title of a figure: the settings of all curves, and the meaning of the bands."""
+    """Return the title of a figure: the number of nodes if it is the same in all curves, and seeds.
+
+    With several seeds, the title also explains that curves are means and bands are intervals.
+    """
     parts = [] if "nodes" in study.axes else [f"n = {study.cells[0].nodes}"]
     seeds = len(study.seeds)
     if seeds > 1:
@@ -139,11 +149,16 @@ def _panel_axis(study: Results) -> str | None:
 
 
 def _name(cell: Cell, axes: list[str]) -> str:
+    """Return the name of a point's curve, which consists of its labels on some axes of the grid."""
     return ", ".join(_label_text(axis, cell.label(axis)) for axis in axes)
 
 
 def _label_text(axis: str, label: str) -> str:
-    """Return the text for a label, with the name of its axis if it is a number or Boolean."""
+    """Return the text for a label, with the name of its axis if it is a number or Boolean.
+
+    :param axis: name of the axis of the grid, or "nodes"
+    :param label: label on this axis
+    """
     if axis == "nodes":
         return f"n = {label}"
     if axis in ("algorithm.name", "graph.name"):
@@ -182,7 +197,12 @@ def _styles(cells: Sequence[Cell], axes: list[str]) -> dict[str, dict]:
 
 
 def _places(run: RunResult, x: str) -> np.ndarray:
-    """Return the horizontal positions of a run's evaluations, in the unit of the axis ``x``."""
+    """Return the horizontal positions of a run's evaluations, in the unit of the axis ``x``.
+
+    :param run: a run that has not diverged
+    :param x: key of `AXES`
+    :raises JobError: if ``x`` is "time" and the log has no virtual time
+    """
     if x == "bytes":
         return run.so_far("bytes_sent") / 1e6
     if x != "time":
@@ -195,6 +215,16 @@ def _places(run: RunResult, x: str) -> np.ndarray:
 
 
 def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: str) -> None:
+    """Draw the curve of a point and its band; without a run that ended, only a legend entry.
+
+    :param axes: axes of matplotlib
+    :param study: results of the study
+    :param cell: the point
+    :param y: metric on the vertical axis
+    :param x: key of `AXES`, which determines the horizontal axis
+    :param style: keyword arguments of matplotlib for the curve
+    :param name: name of the curve in the legend, to which the number of diverged runs is added
+    """
     runs = study.ended(cell)
     lost_runs = lost(study.rows[study.cells.index(cell)])
     label = f"{name} ({', '.join(lost_runs)})" if lost_runs else name

@@ -22,6 +22,7 @@ separated by spaces.
 
 
 RESERVED = {"nodes", "lr", "seeds", "diverged", "late", "loss", "accuracy", "MB", "train_loss"}
+"""Names that an axis must not have, because columns of the table have them."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,12 @@ def cells_of(
 
 
 def _points(axis: str, values: Axis) -> list[tuple[tuple[str, str], list[str]]]:
-    """Return, for each value of an axis, the pair (axis, label) and the settings for the value."""
+    """Return, for each value of an axis, the pair (axis, label) and the settings for the value.
+
+    :param axis: name of the axis, which is a setting if ``values`` is a list
+    :param values: values of the setting, or settings by label
+    :raises JobError: if the name or the values are not valid
+    """
     if axis in RESERVED:
         raise JobError(f'grid: "{axis}" is a column of the table: use another name for the axis')
     if isinstance(values, str) or not hasattr(values, "__len__") or not len(values):
@@ -103,6 +109,7 @@ def _points(axis: str, values: Axis) -> list[tuple[tuple[str, str], list[str]]]:
 
 
 def _plain(value: Any) -> str:
+    """Return a value, which may be a NumPy scalar, as in "section.key=value"; a string as it is."""
     value = value.item() if isinstance(value, np.generic) else value
     return value if isinstance(value, str) else show(value)
 

@@ -20,7 +20,7 @@ from mpigossip.studies.search import Trial, figure_of, larger_is_better
 from mpigossip.studies.seeds import LEVEL, interval, many_to_one, settings
 
 WIDE = 0.1
-"""Half of an interval of an accuracy above which a study warns that it shows little."""
+"""Largest half width of an accuracy's interval; a study warns if an interval is wider."""
 CHANCES = 2.0
 """A study warns if an accuracy is below this multiple of the accuracy of guessing, 1 / classes."""
 
@@ -104,6 +104,7 @@ class Results:
         return [name for name in self.figures if all(name in names for names in names_by_log)]
 
     def _row(self, cell: Cell) -> dict[str, Any]:
+        """Return the row of a point, with the entries that the docstring of the class lists."""
         ended = self.ended(cell)
         row: dict[str, Any] = dict(cell.labels) | {"nodes": cell.nodes}
         if self.rates[cell] is not None:
@@ -121,6 +122,7 @@ class Results:
         return self.rows[self._order()[0]]
 
     def _order(self) -> list[int]:
+        """Return the indices of the rows, best first: by diverged runs, then by ``judge``."""
         sign = -1 if larger_is_better(self.judge, self.larger) else 1
 
         def sort_key(k: int):
@@ -203,7 +205,10 @@ class Results:
         return tables.latex(heads, rows, left, [*self._comments(), bold])
 
     def note(self, cell: Cell) -> str:
-        """Return the table's note on the diverged runs of a point; "" if there are none."""
+        """Return the table's note on the diverged runs of a point; "" if there are none.
+
+        The note also says if no learning rate of a search converged.
+        """
         notes = tables.lost(self.rows[self.cells.index(cell)])
         trials = [trial for trial in self.tried if trial.cell == cell]
         no_rate = ["no tried rate converged"] * bool(trials and all(trial.lost for trial in trials))
@@ -262,7 +267,7 @@ class Results:
         return warnings
 
     def frame(self) -> Any:
-        """Return the rows as a pandas.DataFrame."""
+        """Return the rows as a pandas.DataFrame; requires the package pandas."""
         import pandas
 
         return pandas.DataFrame(self.rows)
@@ -270,7 +275,7 @@ class Results:
     def dataset(self) -> Any:
         """Return the metrics of all runs as an xarray.Dataset over ("point", "seed").
 
-        The labels of the points are coordinates.
+        The labels of the points are coordinates. Requires the package xarray.
         """
         import xarray
 
@@ -292,10 +297,16 @@ class Results:
 
 
 def _lost(row: Mapping[str, Any]) -> int:
+    """Return the number of runs of a row that diverged, at once or late."""
     return sum(row[k] for k in tables.LOST)
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return the entries of a row for a metric: mean, standard deviation, and ends of its interval.
+
+    :param name: name of the metric, with which each key begins
+    :param values: value of each run that did not diverge
+    """
     mean, half = map(float, interval(values))
     std = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
     return {name: mean, f"{name}_std": std, f"{name}_low": mean - half, f"{name}_high": mean + half}

@@ -32,6 +32,7 @@ OUTPUT = "output.txt"
 DIVERGED = "diverged.txt"
 """File in the folder of a run whose loss became NaN or infinite, with the error message."""
 COLUMNS = ("bytes_sent", "consensus_distance", "kind", "loss", "mixed_distance", VIRTUAL)
+"""Columns that are read from a log. Others are not, because a study keeps the logs of all runs."""
 DERIVED: dict[str, Callable[[Log], float]] = {
     "train_loss": lambda log: float(np.nanmean(_last(log.steps["loss"]))),
     "spread": lambda log: float(np.nanmean(log.steps["consensus_distance"])),
@@ -49,6 +50,7 @@ LEAVE_S = 20.0
 
 
 def _last(values: np.ndarray) -> np.ndarray:
+    """Return the last twentieth of the rows of an array, but at least one row."""
     return values[-max(1, len(values) // WINDOWS) :]
 
 
@@ -73,7 +75,8 @@ class RunResult:
         """True if the training loss stayed finite, but rose again by over half of its decrease.
 
         The training loss is averaged over all nodes and over each twentieth of the steps.
-        Overfitting is not detected, because it does not increase the training loss.
+        Overfitting is not detected, because it does not increase the training loss. The value is
+        false for runs with fewer than 20 logged steps.
         """
         if self.log is None or len(self.log.steps["loss"]) < WINDOWS:
             return False
@@ -188,7 +191,11 @@ class Runner:
         return {key: result or self._read(key) for key, result in results.items()}
 
     def _find_result(self, key: Key) -> RunResult | None:
-        """Return the result of a run; None if it is not finished, or belongs to another job."""
+        """Return the result of a run.
+
+        The result is None if there is no readable log, if the run is not finished, or if the log
+        belongs to a job with other settings.
+        """
         folder = self.run_directory(key)
         if not (folder / "log.h5").exists():
             return None
@@ -205,6 +212,10 @@ class Runner:
         return RunResult(log) if log.summary.get("finished") else None
 
     def _read(self, key: Key) -> RunResult:
+        """Return the result of a run whose process has ended.
+
+        :raises Failure: if the run has no result
+        """
         result = self._find_result(key)
         if result is None:
             raise Failure(
@@ -214,6 +225,10 @@ class Runner:
         return result
 
     def _do(self, keys: Sequence[Key]) -> list[str]:
+        """Run a process for each key, at most ``processes`` at a time; return all error messages.
+
+        If this function is interrupted, all processes are stopped.
+        """
         waiting = list(keys)[::-1]
         running = dict[Key, tuple[subprocess.Popen, float]]()
         failed = []
@@ -261,6 +276,10 @@ class Runner:
 
         If the loss of the run became NaN or infinite, the run is marked as diverged, and there is
         no message.
+
+        :param key: the run
+        :param code: exit code of its process
+        :raises OSError: if the disk of the run is full, which can be the reason why the run failed
         """
         folder = self.run_directory(key)
         lines = (folder / OUTPUT).read_text(errors="replace").strip().splitlines()

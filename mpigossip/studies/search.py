@@ -48,6 +48,8 @@ def chosen(
 ) -> tuple[dict[Cell, float | None], list[Trial]]:
     """Choose the learning rate of each point.
 
+    If ``rates`` contains a single rate, it is chosen without a run.
+
     :param cells: points of the grid
     :param rates: rates to try, "search" or "fine"; None: the rate of the job is used
     :param judge: metric by which rates are compared; None: the first metric of the task
@@ -95,6 +97,8 @@ def figure_of(results: Iterable[RunResult], judge: str | None) -> str:
     It is ``judge``. If ``judge`` is None, it is the first metric of the task, or "loss" for a
     custom task, because it is not known whether larger values of a custom metric are better.
 
+    :param results: results of the runs
+    :param judge: the requested metric; None: choose it
     :raises JobError: if the runs do not have the metric ``judge``
     """
     log = next((result.log for result in results if result.log is not None), None)
@@ -142,12 +146,18 @@ def best_rate(tried: Sequence[Trial], larger: bool) -> float:
 
 
 def further_rates(best: float, candidates: Sequence[float]) -> list[float]:
-    """Return half the best rate if it is the smallest rate, and twice if it is the largest."""
+    """Return half the best rate if it is the smallest one, and twice if it is the largest.
+
+    The result is empty if the best rate is neither.
+
+    :param best: the best rate
+    :param candidates: all rates that were tried
+    """
     return [best / 2] * (best == min(candidates)) + [best * 2] * (best == max(candidates))
 
 
 def _between(best: float, candidates: Sequence[float]) -> list[float]:
-    """Return the geometric means of the best rate and its neighbours."""
+    """Return the geometric means of the best rate and its neighbours in the ascending rates."""
     index = candidates.index(best)
     neighbours = [*candidates[max(0, index - 1) : index], *candidates[index + 1 : index + 2]]
     return [float(f"{math.sqrt(best * rate):.3g}") for rate in neighbours]

@@ -123,7 +123,10 @@ def settings(job: str) -> dict[str, Any]:
 
 
 def alike(logs: Sequence[Log]) -> list[list[int]]:
-    """Group logs that differ only in their seeds and have the same steps and evaluations.
+    """Group logs that differ only in their seeds and have the same nodes, steps and columns.
+
+    A log without valid settings, or with the seed of another log in the group, is a group of its
+    own.
 
     :return: indices of the logs of each group
     """
@@ -148,7 +151,7 @@ def joined(logs: Sequence[Log]) -> tuple[Log, Bands]:
     """Join the logs of one group of :func:`alike`, of runs that differ only in their seeds.
 
     :return: a log with the nodes of all seeds as columns, and means over seeds as evaluations and
-        summary; and the band of each metric
+        summary; and the band of each metric that does not have a value for each node
     """
     first = logs[0]
     steps = {"step": first.steps["step"]}
@@ -212,7 +215,8 @@ def differences(logs: Sequence[Log]) -> list[str]:
     """Return a name for each run, by the settings in which runs differ.
 
     A name consists of the values of settings that are names, such as "graph.name". If these names
-    are not unique, "key=value" is added for the other settings.
+    are not unique, "key=value" is added for the other settings. A name is cut to `NAME_LENGTH`
+    characters.
     """
     settings_of, keys = _different_settings(logs)
     names, others = ([k for k in keys if k.endswith(".name") is named] for named in (True, False))

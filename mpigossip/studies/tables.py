@@ -9,6 +9,7 @@ from mpigossip.config.readable import aligned
 from mpigossip.runs.summary import number
 
 LOST = {"diverged": "diverged", "late": "diverged late"}
+"""Keys of a row with numbers of diverged runs, and their names in notes."""
 MARKS = {"†": r"\dagger", "‡": r"\ddagger", "§": r"\S", "¶": r"\P"}
 """Marks of notes below a table, in text and in LaTeX's math mode. Further notes have doubled marks,
 then tripled marks, and so on.
@@ -119,6 +120,7 @@ def latex(
 
 
 def _marks(rows: Sequence[Row]) -> dict[str, str]:
+    """Return a different mark for each different note of the rows, in the order of the rows."""
     notes = dict.fromkeys(row.note for row in rows if row.note)
     marks = [*MARKS]
     return {note: marks[k % len(marks)] * (k // len(marks) + 1) for k, note in enumerate(notes)}
@@ -130,4 +132,5 @@ def with_greek(words: str) -> str:
 
 
 def _escaped(words: str) -> str:
+    """Return a text in which LaTeX's special characters and Greek letters are escaped."""
     return with_greek("".join("\\" + SPECIAL[c] if c in SPECIAL else c for c in words))

@@ -34,7 +34,12 @@ def meeting(steps: Figures, curve: Figures, reference: Figures, within: float = 
 
 
 def transients(study: Results, against: str, y: str, within: float) -> list[dict[str, Any]]:
-    """Return the rows of `Study.transient`, one for each point that is not a reference."""
+    """Return the rows of `Study.transient`, one for each point that is not a reference.
+
+    The parameters after ``study`` are the parameters of `Study.transient`.
+
+    :raises JobError: as `Study.transient`
+    """
     references = [cell for cell in study.cells if against in dict(cell.labels).values()]
     rows = []
     for cell in study.cells:
@@ -57,9 +62,14 @@ def transients(study: Results, against: str, y: str, within: float) -> list[dict
 def _meet(study: Results, cell: Cell, reference: Cell, y: str, within: float) -> float:
     """Return the step from which the curves of two points, as means over seeds, stay close.
 
-    The step is computed by :func:`meeting`.
+    The step is computed by :func:`meeting`. It is inf if all runs of a point diverged.
 
-    The result is inf if all runs of a point diverged.
+    :param study: results of the study
+    :param cell: point whose curve is compared
+    :param reference: point with the reference curve
+    :param y: metric for which smaller values are better
+    :param within: largest ratio of the curve to the reference
+    :raises JobError: if the points were evaluated at different steps
     """
     both = [study.ended(point) for point in (cell, reference)]
     if not all(both):
@@ -75,6 +85,7 @@ def _meet(study: Results, cell: Cell, reference: Cell, y: str, within: float) ->
 
 
 def _orders(study: Results, cell: Cell) -> dict[str, float]:
+    """Return the theoretical transient iterations of a point; {} if all of its runs diverged."""
     runs = study.ended(cell)
     if not runs:
         return {}
@@ -98,10 +109,14 @@ class Bounded(NamedTuple):
     """Quantities that determine a lower bound; points with equal quantities have the same bound."""
 
     diameter: int
+    """Diameter of the graph in hops; 0 if the graph is not connected."""
     nodes: int
     noise: float
+    """Standard deviation σ of the gradient noise of a node."""
     gap: float
+    """Distance f(x₀) − f(x*) of the initial value to the optimum."""
     smoothness: float
+    """Lipschitz constant L of the gradient."""
 
     def label(self, others: Iterable["Bounded"]) -> str:
         """Return the label of the bound: the graph's diameter, and quantities not equal in all."""

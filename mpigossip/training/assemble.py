@@ -52,11 +52,13 @@ class Assembly:
     loader: Loader
     steps_per_epoch: int
     total_steps: int
+    """Number of steps of the run: the steps of all epochs, but at most `run.steps`."""
     partition: str = ""
     """Digest of the partition of the samples over nodes; "" for data that are a stream."""
 
     @property
     def engine(self) -> Engine:
+        """Engine of the trainer, which updates and exchanges the models."""
         return self.trainer.engine
 
     def close(self) -> None:
@@ -107,6 +109,12 @@ def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
 
     The graph is returned unchanged if `graph.placement` is "given", or without MPI. Collective over
     all ranks.
+
+    :param job: the job
+    :param graph: graph of all nodes
+    :param world: all ranks, grouped into nodes
+    :raises JobError: on all ranks, if the racks of the hosts can't be determined
+    :raises GraphError: on all ranks, if the search for graph nodes fails
     """
     if job.graph.placement == "given" or world.comm is None:
         return graph
@@ -147,7 +155,12 @@ def make_model(job: Job, data: JobData, counted: bool = False) -> torch.nn.Modul
 
 
 def lay_out(job: Job, module: nn.Module, slots: int) -> ParameterLayout:
-    """Return the positions of the model's parameters in the flat parameters of a node."""
+    """Return the positions of the model's parameters in the flat parameters of a node.
+
+    :param job: the job
+    :param module: the model, on any device
+    :param slots: number of slots per node; with `node.shard`, each of them has one shard
+    """
     decayed = None if job.algorithm.decay_all else models.decayed(module)
     return flatten(module, slots if job.node.shard else 1, decayed)
 
@@ -160,7 +173,8 @@ def mistakes(job: Job, n: int) -> list[str]:
 def check(job: Job, n: int) -> tuple[Graph | None, list[str]]:
     """Return the graph of a job on n nodes, and the error messages of :func:`mistakes`.
 
-    The graph is None if it can't be made.
+    The graph is None if it can't be made. The ability to survive a rank failure is checked only if
+    there are no other problems on n nodes.
     """
     graph, problems = _unfit(job, n)
     if not problems:
@@ -169,7 +183,11 @@ def check(job: Job, n: int) -> tuple[Graph | None, list[str]]:
 
 
 def survival_problems(job: Job, n: int) -> list[str]:
-    """Return the reasons why a job with `run.survive` could not continue with one node fewer."""
+    """Return the reasons why a job with `run.survive` could not continue after a rank failure.
+
+    After a rank failure, the run continues with n − 1 nodes. The result is [] without
+    `run.survive`.
+    """
     if not job.run.survive:
         return []
     problems = _unfit(job, n - 1)[1] if n > 1 else []
@@ -180,7 +198,7 @@ def survival_problems(job: Job, n: int) -> list[str]:
 def _unfit(job: Job, n: int) -> tuple[Graph | None, list[str]]:
     """Return the graph of a job on n nodes, and error messages about incompatible settings.
 
-    The graph is None if it can't be made.
+    The graph is None if it can't be made, or if a setting of `[faults]` is impossible.
     """
     if problems := rules.fault_problems(job):
         return None, problems
@@ -213,7 +231,17 @@ def make_replicas(
     group: Group,
     objective: Objective,
 ) -> Replicas:
-    """Make the copies of the model; compile them or capture CUDA graphs if the job asks for it."""
+    """Return the copies of the model, which are compiled or captured if the job demands it.
+
+    CUDA graphs are captured later, by the first step.
+
+    :param job: the job
+    :param module: the model with its initial parameters
+    :param flat: layout of its parameters
+    :param rows: number of local nodes
+    :param group: slots of a node
+    :param objective: task of the training
+    """
     node = job.node
     graphs = resolve_cuda_graphs(node.cuda_graphs, node.vmap or group.devices[0] == "cpu")
     replicas = Replicas(

@@ -60,6 +60,12 @@ class Captured:
                     self._capture(partial(run, row, slot, batch), module)
 
     def _capture(self, work: Callable[[], torch.Tensor], module: nn.Module) -> None:
+        """Capture one graph on the current device, and store it with its output.
+
+        :param work: function that computes the gradients of a replica and returns its output
+        :param module: the replica, whose class the error names
+        :raises CannotCapture: if torch raises an error
+        """
         # Warm-up and capture use the same stream, because autograd always accumulates a gradient in
         # the stream in which it did so first.
         side, pool = self._stream_and_pool()
@@ -85,13 +91,14 @@ class Captured:
             recover_allocator(torch.cuda.current_device(), pool)
             raise CannotCapture(
                 f"{type(module).__name__} can't be captured as a CUDA graph: "
-                f"{str(error).splitlines()[0]}"
+                f'{str(error).splitlines()[0]}; node.cuda_graphs = "never" trains without graphs'
             ) from error
         current.wait_stream(side)
         self._graphs.append(graph)
         self._figures.append(figures)
 
     def _stream_and_pool(self) -> tuple[torch.cuda.Stream, tuple[int, int]]:
+        """Return the stream and the memory pool of the current device."""
         device = torch.device("cuda", torch.cuda.current_device())
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
@@ -104,7 +111,7 @@ class Captured:
         the first result.
 
         :param batches: for each row, one batch per slot
-        :return: loss and metrics of each replica, (rows, slots, k)
+        :return: loss and metrics of each replica, float64 (rows, slots, k) on the CPU
         :raises CannotCapture: if a batch has other shapes than the captured batch; no graph has
             been launched then
         """
@@ -127,6 +134,7 @@ class Captured:
         return values.view(self.rows, self.slots, -1)
 
     def _value(self, index: int) -> torch.Tensor:
+        """Return the output of a graph on the CPU, which waits for its device."""
         try:
             return self._figures[index].cpu()
         # Errors of the device are raised here.
@@ -143,6 +151,9 @@ def recover_allocator(device: int, pool: tuple[int, int]) -> None:
     streams have used, such as batches, and its next clean-up ends the process
     (github.com/pytorch/pytorch/pull/180395). The random number generator of the device would raise
     an error at its next use.
+
+    :param device: index of the GPU
+    :param pool: memory pool of the capture, from `torch.cuda.graph_pool_handle`
     """
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     # The pool may have been ended already.
@@ -155,7 +166,7 @@ def recover_allocator(device: int, pool: tuple[int, int]) -> None:
 
 @contextlib.contextmanager
 def preserve_state(module: nn.Module, device: torch.device | str) -> Iterator[None]:
-    """Return a context manager that restores buffers and the random state of a device."""
+    """Return a context manager that restores a module's buffers and a device's random state."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     on_gpu = torch.device(device).type == "cuda"
     state = torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()

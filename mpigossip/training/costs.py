@@ -103,7 +103,7 @@ def subject(job: Job, element_size: int = 4) -> tuple[Subject, str]:
 def sized_subject(job: Job, parameters: int, element_size: int = 4, buffers: int = 0) -> Subject:
     """Return the subject of a model of which only the size is known.
 
-    :param job: all settings but the model and the data, which are ignored
+    :param job: the job; its model and its data are ignored
     :param parameters: number of trained parameters
     :param element_size: bytes of an element of a gradient
     :param buffers: bytes of the module's buffers
@@ -119,6 +119,9 @@ def data_or_stand_in(job: Job) -> tuple[JobData, str]:
     """Return the data of the job, or synthetic data of the same shape if they are not on this host.
 
     The second value is a note that describes the synthetic data, or "".
+
+    :raises JobError: if data of a built-in source, or data that exist on this host, are invalid
+    :raises StoreError: if such data can't be read
     """
     section = job.data
     try:
@@ -152,6 +155,9 @@ class Exchanges:
 
         A GOSSIP round whose result is the exact average is executed as a GLOBAL exchange, unless
         nodes are asynchronous. The round is None unless the kind is GOSSIP.
+
+        :param kind: kind of the exchange in the cadence
+        :param t: round of the graph; None or any number unless the kind is GOSSIP
         """
         graph = self.parts.graph
         if kind is ExchangeKind.GOSSIP and t is not None:
@@ -234,6 +240,7 @@ def exchanges(subject: Subject, n: int, period: float | None = None) -> Exchange
 
 
 _PERIODS: dict[str, float] = {}
+"""Results of :func:`average_period`, because each takes a simulation of the cadence."""
 
 
 def average_period(subject: Subject, n: int) -> float:
@@ -247,6 +254,9 @@ def average_period(subject: Subject, n: int) -> float:
     r₀/r, where p₀ is its first period, r₀ the mean learning rate of its samples, and r the learning
     rate. A cadence that measures the loss gets a constant loss. All get the learning rates of the
     job.
+
+    :param subject: the job and its sizes
+    :param n: number of nodes
     """
     job = subject.job
     steps_per_epoch = subject.steps_per_epoch(n)
@@ -281,7 +291,8 @@ def _averages(cadence: Cadence, rate: Callable[[int], float], total: int) -> int
 def steady(cadence: Cadence, period: float) -> Cadence:
     """Return a cadence with the same kinds of exchange and a constant period of the rare ones.
 
-    ``period`` need not be an integer: it is the mean number of steps between two of them.
+    :param cadence: adaptive cadence
+    :param period: mean number of steps between two rare exchanges, which need not be an integer
     """
     rare = _rare_kind(cadence)
     others = next(iter(cadence.kinds - {rare}), ExchangeKind.LOCAL)
@@ -299,7 +310,11 @@ def _rare_kind(cadence: Cadence) -> ExchangeKind:
 
 
 def memory(subject: Subject, job_exchanges: Exchanges) -> dict[str, int]:
-    """Return the bytes of memory that a node needs on a host of its own, by purpose."""
+    """Return the bytes of memory that a node needs if it is alone on its host, by purpose.
+
+    :param subject: the job and its sizes
+    :param job_exchanges: exchanges of the job on n nodes
+    """
     job = subject.job
     flat = subject.flat
     parts = job_exchanges.parts
@@ -323,7 +338,11 @@ def memory(subject: Subject, job_exchanges: Exchanges) -> dict[str, int]:
 
 
 def add_memory(messages: dict[str, int], others: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Return the bytes of several mixers by purpose, which `Mixer.memory` returns for each."""
+    """Return the sum of the bytes of several mixers, by purpose.
+
+    :param messages: bytes of one mixer by purpose, as `Mixer.estimate_memory` returns them
+    :param others: the same for each of the other mixers
+    """
     total = Counter(messages)
     for other in others:
         total.update(other)

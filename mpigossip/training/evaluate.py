@@ -48,7 +48,7 @@ class Evaluation(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """Accuracy of the averaged model, if the task has this metric."""
+        """Accuracy of the averaged model; KeyError if the task has no metric of this name."""
         return self.averaged["accuracy"]
 
 
@@ -106,6 +106,9 @@ def averaged_model(replicas: Replicas, mixer: Mixer) -> nn.Module:
     order of slots and nodes, as in ``store.node_state``, so that this model is bitwise identical to
     an exported model, and to the model from which a run resumes. Each slot averages its shard.
     Collective over nodes and their slots.
+
+    :param replicas: the local model copies
+    :param mixer: communication between nodes
     """
     module = copy.deepcopy(replicas.modules[0][0])
     group = replicas.group
@@ -136,6 +139,7 @@ def average_buffers(
 ) -> None:
     """Set the floating-point buffers of ``module`` to their exact average over slots and nodes.
 
+    Other buffers, such as counters, keep their values.
     Collective over nodes and their slots.
 
     :param mixer: communication between nodes
@@ -156,6 +160,7 @@ def _packed(buffers: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _unpack(values: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """Copy consecutive parts of ``values``, a flat array, to the tensors ``targets``."""
     with torch.no_grad():
         parts = values.split([target.numel() for target in targets])
         for target, part in zip(targets, parts, strict=True):
@@ -199,6 +204,11 @@ def recalibrate(
     The mean of the nodes' statistics would be wrong, because these belong to models with other
     weights. Slot 0 of each node therefore runs the averaged model on its ``batches``, with only the
     BatchNorm layers in training mode. The result is the exact mean over the batches and nodes.
+
+    :param module: averaged model, which is in evaluation mode afterwards
+    :param replicas: the local model copies, whose task runs the model
+    :param mixer: communication between nodes
+    :param batches: for each step, one batch per local node and local slot, slots varying fastest
     """
     group = replicas.group
     slots = len(replicas.group.local_slots)

@@ -113,6 +113,11 @@ def cut(layers: Sequence[slice], count: int, width: int) -> tuple[tuple[slice, .
     Layers are assigned to fragments in turn, so that each fragment has layers of all depths. A
     layer that does not fit into a fragment is split, and the rest of it is assigned to the next
     fragment. ``count · width`` must not be smaller than the number of elements of all layers.
+
+    :param layers: columns of each layer in the shard, in ascending order
+    :param count: number of fragments
+    :param width: largest number of elements of a fragment
+    :return: for each fragment, its ranges of columns
     """
     columns: list[list[slice]] = [[] for _ in range(count)]
     room = [width] * count

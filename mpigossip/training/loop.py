@@ -56,6 +56,7 @@ class Trainer:
 
     @property
     def mixer(self) -> Mixer:
+        """Communication between nodes, by which the engine exchanges."""
         return self.engine.mixer
 
     def step(self, data_step: int | None = None, rate_step: int | None = None) -> StepMetrics:
@@ -63,6 +64,7 @@ class Trainer:
 
         :param data_step: step whose batches and random seeds are used; None: the engine's step
         :param rate_step: step whose learning rate is used; None: ``data_step``
+        :raises NonFiniteError: before the update, if the loss of a node is NaN or infinite
         """
         engine = self.engine
         replicas = self.replicas
@@ -108,6 +110,9 @@ class Trainer:
     def _check(self, figures: torch.Tensor, idle_rows: tuple[int, ...], data_step: int) -> None:
         """Check that the loss of each node that is not idle is finite.
 
+        :param figures: result of `Replicas.gradients`, with the losses in its first column
+        :param idle_rows: rows of idle nodes, whose losses have no meaning
+        :param data_step: number of the step, for the message
         :raises NonFiniteError: if the loss of a node is NaN or infinite
         """
         for row, loss in enumerate(figures[:, 0].tolist()):

@@ -134,6 +134,7 @@ class Machine:
     encode_rate: float = 0.0
     """Bytes/s of float32 values at which a lossy wire encodes; 0: encoding takes no time."""
     decode_rate: float = 0.0
+    """Bytes/s of float32 values at which a lossy wire decodes; 0: decoding takes no time."""
 
     def with_values(self, values: Mapping[str, float | None]) -> Machine:
         """Return this machine with values that a user has given; None leaves a value unchanged.
@@ -176,6 +177,11 @@ def named(section: ClockSection) -> Machine:
 
 
 def _read(name: str) -> Machine:
+    """Return the machine in a file that :meth:`Machine.save` wrote.
+
+    :param name: path of the file, the value of `clock.network`
+    :raises JobError: if there is no such file, or it can't be read
+    """
     try:
         return Machine(**json.loads(Path(name).read_text("utf-8")))
     except FileNotFoundError:
@@ -186,6 +192,6 @@ def _read(name: str) -> Machine:
     except (ValueError, TypeError, OSError) as error:
         message = (
             f"clock.network: {name} is not a file that `mpigossip plan … --save FILE` wrote: "
-            f"{error}"
+            f"{error}; write it again"
         )
         raise JobError(message) from None

@@ -273,6 +273,11 @@ def _cadence(job: Job, method: Algorithm, graph: Graph, total: int | None) -> Ca
 
     Options that the job does not set are computed from the period of the graph and the number of
     steps of the run.
+
+    :param job: the job
+    :param method: its algorithm
+    :param graph: its graph
+    :param total: number of steps of the run; None: not known
     """
     if method.always_global:
         return cadences.globally()
@@ -282,6 +287,12 @@ def _cadence(job: Job, method: Algorithm, graph: Graph, total: int | None) -> Ca
 
 
 def _over_wire(method: Algorithm, coding: Wire, cadence: Cadence) -> Algorithm:
+    """Return the algorithm, adapted to a lossy wire by differences or error feedback.
+
+    :param method: algorithm for exact messages, which is returned unchanged if the wire is exact
+    :param coding: format of the messages
+    :param cadence: cadence of the job
+    """
     if coding.exact:
         return method
     has_global = ExchangeKind.GLOBAL in cadence.kinds

@@ -44,8 +44,8 @@ class Precision:
     float16 can't represent magnitudes below 6e-8 or above 65504, so each node scales its loss. If
     the gradient of any slot overflows, all slots of the node skip the local step, take part in the
     round as usual, and halve the scale. After GROWTH_INTERVAL steps without an overflow, the scale
-    is doubled. Scales are powers of two, so scaling does not round (Micikevicius et al., ICLR
-    2018).
+    is doubled. Scales are powers of two from 2⁻¹⁴ to 2²⁴, so scaling does not round (Micikevicius
+    et al., ICLR 2018).
     """
 
     def __init__(self, name: str, devices: Sequence[str], rows: int):
@@ -78,7 +78,12 @@ class Precision:
         return torch.autocast(self._kind, dtype)
 
     def scaled(self, loss: torch.Tensor, row: int, slot: int) -> torch.Tensor:
-        """Return the loss times the loss scale, whose gradient can be computed in float16."""
+        """Return the loss times the loss scale, whose gradient can be computed in float16.
+
+        :param loss: loss of a batch, a scalar
+        :param row: index of the local node
+        :param slot: index of the slot
+        """
         return loss * self.scales[slot][row, 0] if self._scales else loss
 
     def numbers(self, row: int) -> dict[str, float]:
@@ -88,11 +93,16 @@ class Precision:
         return {"loss_scale": self._values[row], "clean_steps": self._clean[row]}
 
     def restore(self, row: int, numbers: dict) -> None:
-        """Restore the result of :meth:`numbers`; if it is empty, keep the initial loss scale."""
+        """Restore the loss scale of a node from a checkpoint.
+
+        :param row: index of the local node
+        :param numbers: result of :meth:`numbers`; if it has no loss scale, the scale is kept
+        """
         if self._scales and "loss_scale" in numbers:
             self._set(row, numbers["loss_scale"], int(numbers["clean_steps"]))
 
     def _set(self, row: int, scale: float, clean: int) -> None:
+        """Set the loss scale of a node, and its number of steps since the last overflow."""
         self._values[row] = scale
         self._clean[row] = clean
         for scales in self.scales:
@@ -102,6 +112,8 @@ class Precision:
         self, g: Sequence[torch.Tensor], group: Group, mean: Callable | None = None
     ) -> tuple[int, ...]:
         """Divide the averaged gradients by the loss scale, and adapt the scale to overflows.
+
+        Without loss scales, which only "fp16" has, do nothing and return ().
 
         :param g: shards of the gradient, one per slot, (rows, p) each
         :param group: slots of the node
@@ -138,6 +150,11 @@ class Precision:
         )
 
     def _adapt(self, row: int, overflowed: bool) -> None:
+        """Halve the loss scale of a node after an overflow; double it after GROWTH_INTERVAL steps.
+
+        :param row: index of the local node
+        :param overflowed: whether its gradient overflowed in this step
+        """
         scale = self._values[row]
         clean = self._clean[row] + 1
         if overflowed:
@@ -149,12 +166,16 @@ class Precision:
 
 
 def arranged(module: nn.Module, setting: str, device: str) -> nn.Module:
-    """Return the module, with weights in channels-last format if `node.channels_last` is set.
+    """Return the module, with weights in channels-last format if `node.channels_last` says so.
 
-    The value "auto" stands for true if the model has two-dimensional convolutions and runs on
-    NVIDIA GPUs. Only weights have to be converted, because the first convolution converts its
-    input. On GPUs, cuDNN then benchmarks its algorithms for each new shape, unless torch is set to
-    deterministic algorithms.
+    A model without two-dimensional convolutions is returned unchanged. For others, "auto" converts
+    the weights if the slots are NVIDIA GPUs. Only weights have to be converted, because the first
+    convolution converts its input. On GPUs, cuDNN then benchmarks its algorithms for each new
+    shape, unless torch is set to deterministic algorithms.
+
+    :param module: the model
+    :param setting: value of `node.channels_last`
+    :param device: device of the first slot
     """
     on_gpu = device.startswith("cuda")
     if not any(isinstance(part, nn.Conv2d) for part in module.modules()):

@@ -34,6 +34,10 @@ class Theory(ABC):
         self.noise = noise
 
     def loss(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
+        """Return the value of the function at the model's point, and the two metrics.
+
+        With gradients enabled, the gradient of the value has noise.
+        """
         point = model()
         value, gradient, distance = self.function(point, batch)
         metrics = {

@@ -81,10 +81,12 @@ class Replicas:
 
     @property
     def first(self) -> tuple[int, ...]:
+        """Index of the first element of each local shard in the flat parameters."""
         width = self.flat.size // self.group.segments
         return tuple(width * segment for segment in local_shards(self.group))
 
     def gather(self) -> None:
+        """Average the gradients over the slots of each node; ``g`` then holds the local shards."""
         self.g = self.group.reduce_scatter_mean(self.grads)
 
     def gradients(
@@ -100,8 +102,9 @@ class Replicas:
         :param batches: for each row, one batch per slot
         :param accumulate: number of equal parts of a batch whose gradients are averaged
         :param precision: arithmetic of forward and backward
-        :param seeds: random seed of each replica, for example for dropout. Captured replicas do not
-            use them
+        :param seeds: random seed of each replica, for example for dropout; (): generators are not
+            seeded. Replicas use them only if they are not to be captured; with vmap, a slot uses
+            the seed of its first row
         :param idle_rows: rows that are idle; their results have no meaning
         :return: mean loss, and sum and count of each metric, over the slots of each row, float64
             (rows, 1 + 2 metrics)
@@ -148,8 +151,12 @@ class Replicas:
     def _replayed(self, compute: Pass, batches: Sequence[Nested]) -> list[torch.Tensor] | None:
         """Replay the CUDA graphs, which the first step captures; return loss and metrics per slot.
 
-        The result is None if replicas can't be captured; one thread per slot then has to compute
-        the gradients.
+        The result is None if replicas can't be captured, or must not be; one thread per slot then
+        has to compute the gradients. If they can't be captured, a warning is printed once.
+
+        :param compute: function that computes the gradients of one replica
+        :param batches: for each row, one batch per slot
+        :raises CannotCapture: if they can't be captured, and `node.cuda_graphs` is "always"
         """
         if self.graphs == "never":
             return None

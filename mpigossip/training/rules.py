@@ -4,17 +4,18 @@ A table of rules is a sequence of groups. Only the first broken rule of a group 
 it explains the others. The condition of a rule is a function of a subject that contains the job. If
 it returns a dictionary, the values in it are inserted into the templates of message and remedy.
 
-====================  ============================================  ==============================
-table                 subject                                       asked by
-====================  ============================================  ==============================
-`COMPATIBILITY`       parts of a job: graph, method, cadence, wire  :func:`incompatibilities`
-`SETTINGS`            job and its slots                             :func:`contradictions`
-`LAUNCH`              job, its slots, and the ranks that run it     :func:`launch_problems`
-`SURVIVAL`, `FAULTS`  job                                           functions of the same names
-`CUSTOM_LOOP`         parts of the job of a custom loop, its world  :func:`loop_problems`
-`MEMBERS`             job, and its parts if members can train it    :func:`check_member`
-`VECTORIZATION`       job and model                                 :func:`check_vmap`
-====================  ============================================  ==============================
+================  ============================================  =============================
+table             subject                                       used by
+================  ============================================  =============================
+`COMPATIBILITY`   parts of a job: graph, method, cadence, wire  :func:`incompatibilities`
+`SETTINGS`        job and its number of slots per node          :func:`contradictions`
+`LAUNCH`          job, its slots, and the world that runs it    :func:`launch_problems`
+`SURVIVAL`        job and its number of slots per node          :func:`survival_problems`
+`FAULTS`          job and its number of slots per node          :func:`fault_problems`
+`CUSTOM_LOOP`     parts of the job of a custom loop, its world  :func:`loop_problems`
+`MEMBERS`         job, and its parts if members can train it    :func:`check_member`
+`VECTORIZATION`   job, model, objective and a batch             :func:`check_vmap`
+================  ============================================  =============================
 """
 
 import contextlib
@@ -123,6 +124,7 @@ def problems(table: Table[S], subject: S) -> list[str]:
 
 
 def _first_problem(group: Sequence[Rule[S]], subject: S) -> list[str]:
+    """Return the message of the first broken rule of a group; [] if none is broken."""
     for rule in group:
         if broken := rule.is_broken(subject):
             template = f"{rule.message}; {rule.remedy}" if rule.remedy else rule.message
@@ -137,7 +139,10 @@ def incompatibilities(parts: JobParts) -> list[str]:
 
 
 def contradictions(job: Job) -> list[str]:
-    """Return messages about settings that have no effect or contradict each other."""
+    """Return messages about settings that have no effect or contradict each other.
+
+    If `clock.network` is not "none", errors of section `[clock]` are included.
+    """
     messages = problems(SETTINGS, Launch(job, shape.slots(job)))
     try:
         if job.clock.network != OFF:
@@ -150,7 +155,8 @@ def contradictions(job: Job) -> list[str]:
 def launch_problems(job: Job, world: World) -> list[str]:
     """Return messages about settings that a world does not support.
 
-    A world consists of ranks, or is simulated in one process.
+    :param job: the job
+    :param world: world of MPI ranks, or of one process that simulates all nodes
     """
     return problems(LAUNCH, Launch(job, shape.slots(job, world), world))
 
@@ -166,17 +172,20 @@ def fault_problems(job: Job) -> list[str]:
 
 
 def loop_problems(parts: JobParts, world: World, has_graph_object: bool) -> list[str]:
-    """Return the settings that a custom loop does not support.
+    """Return messages about settings that a custom loop does not support.
 
     :param parts: parts of the job that is equivalent to the arguments of `Gossip`
-    :param world: all ranks
+    :param world: world of all ranks of the program
     :param has_graph_object: whether the program passed a graph object instead of a name
     """
     return problems(CUSTOM_LOOP, CustomLoop(parts, world, has_graph_object))
 
 
 def check_member(job: Job) -> None:
-    """Raise JobError, with all problems, if members can't train this job."""
+    """Check that members can train a job.
+
+    :raises JobError: if they can't; it contains the first message of each group of `MEMBERS`
+    """
     parts = make_parts(job) if _can_train(job.algorithm.name) else None
     if messages := problems(MEMBERS, Membership(job, parts)):
         raise JobError(messages)
@@ -185,6 +194,10 @@ def check_member(job: Job) -> None:
 def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested) -> None:
     """Check that `torch.func.vmap` can compute the gradients of all replicas in one call.
 
+    :param job: the job; without `node.vmap`, nothing is checked
+    :param module: model, which is copied for a trial on the batch
+    :param objective: task of the job
+    :param batch: batch on the device of the model
     :raises JobError: if the model recomputes activations or changes its buffers in training
     """
     if messages := problems(VECTORIZATION, VectorizedModel(job, module, objective, batch)):
@@ -194,7 +207,13 @@ def check_vmap(job: Job, module: nn.Module, objective: Objective, batch: Nested)
 def check_rounds(job: Job, graph: Graph, world: World) -> None:
     """Check that a custom graph is identical on all ranks; collective.
 
+    The graphs of this package are not checked.
+
+    :param job: the job, whose graph is custom if the package has no graph of this name
+    :param graph: graph of this rank
+    :param world: all ranks
     :raises JobError: on all ranks, if the first 64 rounds differ from the rounds on rank 0
+    :raises UserError: on all ranks, if custom code fails while it makes these rounds
     """
     if job.graph.name in graphs.BUILDERS:
         return
@@ -257,17 +276,20 @@ def _is_exact(graph: Graph) -> bool:
 def _diverges(graph: Graph) -> bool:
     """Return whether averaging on the graph increases the distance between nodes.
 
-    Negative weights can cause this.
+    Negative weights can cause this. The result is false for more than `LARGE` nodes, for which
+    eigenvalues would take too long.
     """
     return graph.n <= LARGE and consensus_rate(graph) > 1 + 1e-9
 
 
 def _changed_by_lost_links(parts: JobParts) -> Verdict:
+    """Return the missing properties if the algorithm needs a static graph and links fail."""
     missing = lacking(parts.method.needs, parts.graph)
     return "static" in missing and _links_fail(parts.job) and {"missing": " and ".join(missing)}
 
 
 def _lacks_properties(parts: JobParts) -> Verdict:
+    """Return the properties that the algorithm needs and the graph lacks, and suitable graphs."""
     graph = parts.graph
     needs = parts.method.needs
     missing = lacking(needs, graph)
@@ -280,6 +302,12 @@ def _lacks_properties(parts: JobParts) -> Verdict:
 
 
 def _suits(name: str, n: int, needs: frozenset) -> bool:
+    """Return whether a graph of this package exists for n nodes and meets the needs of a method.
+
+    :param name: name of the graph, which is made with its default options
+    :param n: number of nodes
+    :param needs: conditions of the algorithm, `Algorithm.needs`
+    """
     if name == "identity":
         # Each algorithm accepts the graph "identity", but nothing is averaged on it.
         return False
@@ -291,9 +319,10 @@ def _suits(name: str, n: int, needs: frozenset) -> bool:
 def _is_unconnected(parts: JobParts) -> Verdict:
     """Return two nodes that no path of edges connects, if the nodes can therefore not agree.
 
-    The graph "identity" is accepted, because nodes then train separately on purpose. So are
-    cadences with averages over all nodes. Graphs whose rounds are drawn are not checked, because
-    their edges are not known beforehand.
+    The result is None if there are no such nodes. The graph "identity" is accepted, because nodes
+    then train separately on purpose. So are cadences with averages over all nodes, and cadences
+    without gossip. Graphs whose rounds are drawn are not checked, because their edges are not known
+    beforehand.
     """
     graph = parts.graph
     kinds = parts.cadence.kinds
@@ -340,15 +369,18 @@ GRAPH: Table[JobParts] = (
 
 
 def _cadences(is_allowed: Callable[[Cadence], bool]) -> str:
+    """Return the names of the cadences that, with default options, are allowed, for a message."""
     return " or ".join(f'"{name}"' for name, build in CADENCES.items() if is_allowed(build()))
 
 
 def _mixes_kinds(parts: JobParts) -> Verdict:
+    """Return suitable cadences if the algorithm needs steps of one kind, but gets several kinds."""
     broken = "unmixed" in parts.method.needs and len(parts.cadence.kinds) > 1
     return broken and {"fitting": _cadences(lambda c: len(c.kinds) == 1)}
 
 
 def _averages_globally(parts: JobParts) -> Verdict:
+    """Return a remedy if the cadence has global averages, which the algorithm does not support."""
     if "never-global" not in parts.method.needs or ExchangeKind.GLOBAL not in parts.cadence.kinds:
         return None
     adapts_later = parts.job.algorithm.options.get("style") == "awc"
@@ -359,11 +391,16 @@ def _averages_globally(parts: JobParts) -> Verdict:
 
 
 def _gossips(parts: JobParts) -> Verdict:
+    """Return suitable cadences if the cadence gossips and the algorithm does not support that."""
     broken = "never-gossip" in parts.method.needs and ExchangeKind.GOSSIP in parts.cadence.kinds
     return broken and {"fitting": _cadences(lambda c: ExchangeKind.GOSSIP not in c.kinds)}
 
 
 def _has_no_idle_nodes(parts: JobParts) -> Verdict:
+    """Return suitable algorithms if nodes have different periods and this algorithm forbids that.
+
+    An algorithm without a separate local step needs a gradient of every node in every step.
+    """
     if not parts.cadence.periods or parts.method.local_update is not None:
         return None
     cadence_name = parts.job.cadence.name
@@ -378,6 +415,7 @@ def _has_no_idle_nodes(parts: JobParts) -> Verdict:
 
 
 def _miscounts_nodes(parts: JobParts) -> Verdict:
+    """Return both numbers if the list of periods does not have one number for each node."""
     periods = parts.cadence.periods
     n = parts.graph.n
     broken = bool(periods) and len(periods) != n
@@ -385,7 +423,10 @@ def _miscounts_nodes(parts: JobParts) -> Verdict:
 
 
 def _lengths_differ(parts: JobParts) -> Verdict:
-    """Return the lengths of the algorithm and its cadence if they do not match the graph."""
+    """Return the lengths of the algorithm and of its cadence if they do not match.
+
+    They match if they are equal and a multiple of the graph's period.
+    """
     job = parts.job
     period = parts.graph.period
     if "phases" not in parts.method.needs or job.cadence.name != "halves" or period is None:
@@ -483,6 +524,7 @@ WIRE: Table[JobParts] = (
 
 
 def _has_too_many_fragments(parts: JobParts) -> Verdict:
+    """Return both settings if there are more fragments than steps in a period."""
     schedule = parts.cadence.fragment_schedule
     return schedule.fragments > schedule.period and {
         "setting": schedule.setting,
@@ -491,6 +533,7 @@ def _has_too_many_fragments(parts: JobParts) -> Verdict:
 
 
 def _has_too_long_a_delay(parts: JobParts) -> Verdict:
+    """Return the limits if a fragment would be applied after the next fragment is sent."""
     schedule = parts.cadence.fragment_schedule
     between = schedule.period // schedule.fragments
     return schedule.delay > between and {
@@ -512,6 +555,7 @@ def _blends(parts: JobParts) -> Verdict:
 
 
 def _blends_what_is_kept(parts: JobParts) -> Verdict:
+    """Return the setting that blends averages into x if the algorithm keeps x unchanged by them."""
     return "keeps-x" in parts.method.needs and _blends(parts)
 
 
@@ -566,6 +610,7 @@ def _why_indivisible(method: Algorithm) -> str:
 
 
 def _delays_some_elements(parts: JobParts) -> Verdict:
+    """Return the delay if the algorithm exchanges only some elements of a fragment."""
     delay = parts.cadence.fragment_schedule.delay
     return bool(delay) and "shared-wire" in parts.method.needs and {"delay": delay}
 
@@ -635,10 +680,13 @@ PAIRS = (("first", "second"), ("exp_avg", "exp_avg_sq"))
 
 
 def state_warning(parts: JobParts) -> str:
-    """Return a warning if m meets elements of other nodes more often than v, or ""."""
+    """Return a warning if a job averages m along the graph more often than v; otherwise "".
+
+    m is Adam's running mean of g, and v its running mean of g².
+    """
     periods = parts.job.algorithm.average_state
     if ExchangeKind.GOSSIP not in parts.cadence.kinds:
-        return ""  # DES-LOC averages m more often than v over all nodes
+        return ""  # DES-LOC averages m more often than v, but always over all nodes
     for m, v in PAIRS:
         if m in periods and periods[m] < periods.get(v, periods[m] + 1):
             return (
@@ -656,12 +704,19 @@ def _averages_state(parts: JobParts) -> Verdict:
 
 
 def _show_average_state(periods: Mapping[str, int]) -> str:
+    """Return the setting `algorithm.average_state` as in a job file.
+
+    :param periods: number of steps between two averages of an array, by the name of the array
+    """
     shown = ", ".join(f"{name} = {period}" for name, period in periods.items())
     return f"algorithm.average_state = {{{shown}}}"
 
 
 def _unknown_array(launch: Launch) -> Verdict:
-    """Return the first name of an array that the local step of the job lacks."""
+    """Return the first array in `algorithm.average_state` that the local step of the job lacks.
+
+    The result also contains the setting and a remedy; it is None if the local step has all arrays.
+    """
     section = launch.job.algorithm
     if not section.average_state or not takes_local(section.name):
         return None
@@ -736,10 +791,12 @@ def tolerates_delay(method: Algorithm) -> bool:
 
 
 def _is_asynchronous(parts: JobParts) -> bool:
+    """Return whether the job selects the asynchronous mixer."""
     return parts.job.node.mixer == "asynchronous"
 
 
 def _needs_the_same_round(parts: JobParts) -> Verdict:
+    """Return suitable algorithms if the job is asynchronous and its algorithm forbids that."""
     if not _is_asynchronous(parts) or tolerates_delay(parts.method):
         return None
     fitting = [name for name in BUILDERS if tolerates_delay(build(name, None, {}, 0))]
@@ -747,16 +804,21 @@ def _needs_the_same_round(parts: JobParts) -> Verdict:
 
 
 def _links_fail(job: Job) -> bool:
-    """Return whether the rounds of the graph have lost links."""
+    """Return whether links of the graph fail in some rounds.
+
+    In asynchronous runs, the graph keeps all links, and the mixer drops messages instead.
+    """
     faults = job.faults
     return job.node.mixer != "asynchronous" and bool(faults.lost or faults.away or faults.ticks)
 
 
 def _uses_nccl(parts: JobParts) -> bool:
+    """Return whether the job names NCCL as the transport between GPUs."""
     return parts.job.node.exchange == "nccl"
 
 
 def _unsupported_fault(key: str) -> Rule[JobParts]:
+    """Return the rule that asynchronous runs do not support the setting ``key`` of `[faults]`."""
     return Rule(
         lambda parts: _is_asynchronous(parts) and bool(getattr(parts.job.faults, key)),
         f"faults.{key} = {{job.faults.{key}:g}}: an asynchronous run supports only slow nodes and "
@@ -850,6 +912,11 @@ def _cuts_matrices(launch: Launch) -> Verdict:
 
 
 def _unused_by_partition(key: str, partition: str) -> Rule[Launch]:
+    """Return the rule that a setting of `[data]` has no effect with other partitions.
+
+    :param key: name of the setting
+    :param partition: the only value of `data.partition` that uses it
+    """
     default = getattr(Data(), key)
     return Rule(
         lambda launch: (
@@ -902,6 +969,7 @@ SETTINGS: Table[Launch] = (
 
 
 def _runs_on_ranks(launch: Launch) -> bool:
+    """Return whether the world is known and consists of MPI ranks."""
     return launch.world is not None and launch.world.comm is not None
 
 
@@ -963,9 +1031,11 @@ SURVIVAL: Table[Launch] = (
 
 
 def _too_short(key: str) -> Rule[Launch]:
-    """Return the rule about the smallest mean duration of a fault.
+    """Return the rule about the smallest mean duration of a fault, in rounds.
 
     The smallest possible duration arises if each round is drawn independently.
+
+    :param key: setting of `[faults]` with the probability of the fault: "lost" or "away"
     """
 
     def is_broken(launch: Launch) -> Verdict:
@@ -988,6 +1058,7 @@ FAULTS: Table[Launch] = ((_too_short("lost"),), (_too_short("away"),))
 
 
 def _has_periods(loop: CustomLoop) -> Verdict:
+    """Return the list of periods if nodes have different ones; otherwise false."""
     periods = loop.parts.cadence.periods
     return bool(periods) and {"periods": list(periods)}
 
@@ -1060,7 +1131,7 @@ CUSTOM_LOOP: Table[CustomLoop] = (
 
 
 def period_problem(job: Job) -> str:
-    """Return a message if a job that is not for members has a period that only they support."""
+    """Return a message if a job that is not for members has the period "auto"; otherwise ""."""
     if job.cadence.options.get("period") != "auto":
         return ""
     return (
@@ -1071,7 +1142,7 @@ def period_problem(job: Job) -> str:
 
 
 def _can_train(name: str) -> bool:
-    """Return whether members can use an algorithm.
+    """Return whether members can use the algorithm of this name, with its default options.
 
     After its local steps, such an algorithm averages one vector, the model, with one neighbour.
     """
@@ -1091,10 +1162,16 @@ def _can_train(name: str) -> bool:
 
 
 def _cannot_train(member: Membership) -> Verdict:
+    """Return the algorithms that members can use if the algorithm of the job is not one of them."""
     return member.parts is None and {"fitting": ", ".join(filter(_can_train, BUILDERS))}
 
 
 def _averages_otherwise(member: Membership) -> Verdict:
+    """Return whether members can't follow the cadence.
+
+    They can't make global averages, choose periods by node or by measurements, or exchange
+    fragments.
+    """
     if member.parts is None:
         return False
     cadence = member.parts.cadence
@@ -1106,9 +1183,10 @@ def _averages_otherwise(member: Membership) -> Verdict:
 def _members_need(setting: str, *values: str) -> Rule[Membership]:
     """Return the rule that a setting, such as "node.wire", has one of some values."""
     section, key = setting.split(".")
+    supported = " or ".join(f'"{value}"' for value in values)
     return Rule(
         lambda member: getattr(getattr(member.job, section), key) not in values,
-        f'{setting} = "{{job.{setting}}}": members need "{values[0]}"',
+        f'{setting} = "{{job.{setting}}}": members need {supported}',
     )
 
 
@@ -1131,8 +1209,9 @@ MEMBERS: Table[Membership] = (
     (
         Rule(
             _averages_otherwise,
-            'cadence.name = "{job.cadence.name}": members average with one other every H steps: '
-            'set cadence.name = "every", cadence.period = H',
+            'cadence.name = "{job.cadence.name}": members average whole models with one other '
+            'member every H steps: set cadence.name = "every", cadence.period = H, and leave '
+            "cadence.fragments and cadence.delay out",
         ),
     ),
     (
@@ -1166,11 +1245,16 @@ MEMBERS: Table[Membership] = (
 
 
 def _recomputes(model: VectorizedModel) -> bool:
+    """Return whether a job with `node.vmap` has a model that recomputes activations."""
     parts = model.module.modules()
     return model.job.node.vmap and any(getattr(part, "recompute", False) for part in parts)
 
 
 def _changes_buffers(model: VectorizedModel) -> bool:
+    """Return whether a job with `node.vmap` has a model whose buffers change in training.
+
+    A copy of the model is applied to the batch, and its buffers are compared with the model's.
+    """
     if not model.job.node.vmap:
         return False
     trial = copy.deepcopy(model.module).train()

@@ -12,9 +12,12 @@ from mpigossip.groups.base import Group
 
 
 def ranks_of(job: Job, world: World | None = None) -> int:
-    """Return the number of ranks per node, of the world if it has ranks, otherwise of the job.
+    """Return the number of ranks per node: in the world if it has ranks, otherwise in the job.
 
     Without ranks, `node.ranks_per_node` = "host" counts as one rank per node.
+
+    :param job: the job
+    :param world: world of the run; None: not known
     """
     if world is not None and world.comm is not None:
         return world.nodes.per_node
@@ -41,7 +44,10 @@ def slots(job: Job, world: World | None = None) -> int:
 
 
 def with_ranks(job: Job, ranks: int) -> Job:
-    """Return the job with ``ranks`` ranks per node if `node.ranks_per_node` is "host"."""
+    """Return the job with ``ranks`` ranks per node if `node.ranks_per_node` is "host".
+
+    A job with another value of this setting is returned unchanged.
+    """
     setting = job.node.ranks_per_node
     return replace(
         job, node=replace(job.node, ranks_per_node=ranks if setting == "host" else setting)
@@ -59,7 +65,13 @@ def assumed(job: Job) -> str:
 
 
 def explained(problems: list[str], world: World) -> list[str]:
-    """Return the messages, with the origin of the number of nodes in messages about the graph."""
+    """Return the messages; those about the graph also explain the number of nodes.
+
+    The explanation is added if nodes have several ranks, since ranks and nodes then differ.
+
+    :param problems: error messages about a job
+    :param world: ranks of the run
+    """
     per = world.nodes.per_node
     origin = f" ({world.size} ranks, {per} per node: node.ranks_per_node)"
     return [
@@ -70,7 +82,9 @@ def explained(problems: list[str], world: World) -> list[str]:
 def check_alike(job: Job, world: World) -> None:
     """Check that all ranks have the same number and kind of slots; collective.
 
-    :raises JobError: on all ranks, if they differ or if two ranks have the same GPU
+    Nothing is checked if each node has a single rank.
+
+    :raises JobError: on all ranks, if they differ or if two slots of a host have the same GPU
     """
     if world.nodes.per_node == 1:
         return
@@ -120,7 +134,10 @@ def _check_gpus(job: Job, world: World, local_slots: tuple[str, ...]) -> None:
 
 
 def make_group(job: Job, world: World) -> Group:
-    """Return the group of the slots of this node; collective over the ranks of the node."""
+    """Return the group of the slots of this node; collective over the ranks of the node.
+
+    The number of threads that torch uses in this process is set to `node.threads`.
+    """
     torch.set_num_threads(job.node.threads)
     node = job.node
     return devices.make_group(

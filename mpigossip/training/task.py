@@ -134,6 +134,11 @@ class LanguageModel:
             self._lengths = {torch.device("cpu"): torch.from_numpy(tokenizer.lengths)}
 
     def loss(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
+        """Return the mean loss of the counted tokens of a batch in nats, and its metrics.
+
+        The metrics are "accuracy" and, for pairs (tokens, next tokens) of a packed text,
+        "nats_per_byte".
+        """
         if not isinstance(batch, Mapping):
             loss, metrics = Classification.loss(self, model, batch)  # type: ignore[arg-type]
             return loss, {**metrics, **self._per_byte(metrics["loss"][0], batch[1])}
@@ -167,6 +172,10 @@ def _problem(made_by: str, source: str, model: str) -> BuilderSpec:
     """Return the spec of a theory task, which implies its data, model and batch size.
 
     A sample is the function f_i of a node.
+
+    :param made_by: name of the class in :mod:`mpigossip.training.problems`
+    :param source: implied value of `data.source`
+    :param model: implied value of `model.name`
     """
     implied = {
         "data.source": source,
@@ -208,14 +217,15 @@ class Objective:
         """Number of values that :meth:`figures` returns."""
 
     def unit(self, name: str) -> str:
-        """Return the unit of the loss or of a metric."""
+        """Return the unit of the loss or of a metric; "1" if the task does not name it."""
         return dict(getattr(self.task, "units", {})).get(name, "1")
 
     def __call__(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
         """Return the loss and the metrics of the task on a batch.
 
-        :raises TaskError: if custom code raises an exception, or its result is no loss with
-            metrics; the message names the task
+        :raises TaskError: if the task raises an exception, or if a custom task returns an invalid
+            loss, invalid metrics, or other metrics than for the first batch; the message names
+            the task
         """
         try:
             loss, metrics = self.task.loss(model, batch)
@@ -243,7 +253,7 @@ class Objective:
 
         The first value is the loss divided by ``accumulate``, the number of parts of a batch, so
         that the sum over parts is the mean loss. The other values are the sum and the count of each
-        metric.
+        metric, in the order of ``self.metrics``. The tensor is on the device of ``loss``.
         """
         counts = [_double(value, loss) for name in self.metrics for value in metrics[name]]
         return torch.stack([_double(loss, loss) / accumulate, *counts])
@@ -268,7 +278,7 @@ class Objective:
     def probe(self, model: nn.Module, batch: Nested) -> Objective:
         """Call the task on a first batch; return a copy of this object that knows its metrics.
 
-        The task is called as in an evaluation. The state of the random number generators is
+        The task is called as in an evaluation. The state of the CPU's random number generator is
         preserved.
 
         :raises JobError: if the task fails, if its result is invalid, or if the name of a metric is
@@ -287,8 +297,8 @@ class Objective:
             if name in RESERVED:
                 raise JobError(
                     self._with_setting(
-                        f'its metric "{name}" has the name of a column of every log; choose '
-                        "another name"
+                        f'its metric "{name}" has a name that the log or the summary of each run '
+                        "uses; choose another name"
                     )
                 )
             if re.fullmatch(NAME, name) is None:
@@ -302,6 +312,7 @@ class Objective:
         return Objective(self.task, self.name, names)
 
     def _with_setting(self, text: str) -> str:
+        """Return a message that begins with the setting `task.name`."""
         return f'task.name = "{self.name}": {text}'
 
 
@@ -339,6 +350,7 @@ def _describe_invalid(loss: Any, metrics: Any) -> str:
 
 
 def _number(value: Any) -> bool:
+    """Return whether a value is a real number, or a tensor with one."""
     if isinstance(value, Tensor):
         return value.ndim == 0 and not value.is_complex()
     return isinstance(value, int | float)

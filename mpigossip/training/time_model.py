@@ -188,6 +188,9 @@ class Timing:
         receiver receives, whichever is longer. The edge of a node to itself takes as long as the
         slowest message that the node sends, because the step of the node ends when that message has
         been sent.
+
+        :param kind: kind of the exchange, as it is executed
+        :param t: round of the exchange; None unless it is gossip
         """
         m = self.machine
         layout = self.parts.layout
@@ -239,6 +242,9 @@ class Timing:
         """Return the seconds of an exchange without waiting, and how many of them overlap.
 
         They overlap with computation, as :meth:`hidden` computes.
+
+        :param kind: kind of the exchange, as it is executed
+        :param t: round of the exchange; None unless it is gossip
         """
         wire, sums = self.message_s(kind, t)
         return float(np.max(wire + sums)), float(np.max(self.hidden(wire, sums)))
@@ -418,7 +424,11 @@ class VirtualClock:
         )
 
     def step(self, index: int, kind: ExchangeKind) -> np.ndarray:
-        """Return the virtual time of each node at the end of step ``index``, in seconds, (n,)."""
+        """Advance the clock by one step; return the time of each node at its end, in s, (n,).
+
+        :param index: number of the step; steps must follow each other in order
+        :param kind: kind of the exchange in this step
+        """
         machine = self._machine
         n = len(self._clock.now[0])
         pace = 1 + machine.jitter * normal((self._seed, DRAWS, index), n)
@@ -435,6 +445,9 @@ def normal(key: tuple[int, ...], count: int) -> np.ndarray:
 
     They are computed by the method of Box and Muller, so that all versions of numpy give the same
     numbers.
+
+    :param key: whole numbers, such as a seed and a step
+    :param count: number of random numbers
     """
     u = (random_words(key, 2 * count).astype(np.float64) + 0.5) / 2.0**64
     return np.sqrt(-2 * np.log(u[:count])) * np.cos(2 * np.pi * u[count:])

@@ -135,10 +135,10 @@ def test_a_job_that_is_signalled_queues_itself_and_ends_with_the_same_bits(lab, 
 
     wait_for(lambda: "lenet, " in said(), START_S, lambda: f"start of training: {said()}")
     requeued(lab, job, 1, said)
-    assert "the next attempt goes on there" in said()
+    assert "the next attempt resumes from" in said()
     assert state(lab, report)[0] == "PENDING"  # a requeue isn't an end
     wait_for(lambda: state(lab, job)[0] == "COMPLETED", 120, said)
-    assert said().count("resuming at step") == 1 and "batch: training is done" in said()
+    assert said().count("resuming at step") == 1 and "batch: training has finished" in said()
     whole = [*settings, "run.output=whole"]
     bash(*MAIN, "simulate", REPO / "jobs" / "digits.toml", "--nodes", 4, *whole, cwd=tmp_path)
     cut, whole = same(tmp_path, "runs/digits")
@@ -159,7 +159,7 @@ def test_two_ranks_a_node_queue_themselves_and_one_a_node_goes_on(lab, tmp_path)
         requeued(lab, job, life, said)
         if life == 2:
             lab("scancel", job)
-    assert said().count("the next attempt goes on there") == 2
+    assert said().count("the next attempt resumes from") == 2
     at = int(re.findall(r"resumed at step (\d+)", said())[-1])
     assert 0 < at < 600
     shape = ["node.ranks_per_node=1", "node.devices=cpu:2"]

@@ -34,6 +34,7 @@ HOSTS = 4
 COMPUTE_S = 0.2
 SLOW_TIMES = 3.0
 SLOW_GBIT = 0.02
+"""Factor by which the slow node computes more slowly, and rate of the slow link in Gbit/s."""
 NOMINAL = 119e6
 """Bytes per second of payload that TCP transfers over a link of 1 Gbit/s."""
 BASE = "1 Gbit/s"
@@ -81,6 +82,7 @@ METHODS = {
     **{f"GASLoC {h}": f"algorithm.name=gasloc {PEER} cadence.name=every cadence.period={h}"
        for h in (8, 32, 128)},
 }  # fmt: skip
+"""Settings of each method, by its name; "" stands for torch's DistributedDataParallel."""
 CLOCK = {
     f"{graph}, {cadence}": f"algorithm.name=dsgd graph.name={graph} cadence.name={cadence}"
     for graph in ("one-peer-exponential", "ring", "complete")
@@ -214,6 +216,7 @@ def layers(shape, classes: int, *, seconds: float = 0.2, times: float = 1.0, slo
 
 
 def _rank() -> int:
+    """Return the rank of this process; 0 without MPI."""
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.rank if MPI.Is_initialized() else 0

@@ -27,6 +27,7 @@ from mpigossip.models import loss_and_correct
 
 MIB = 1 << 20
 WAIT_S = 120.0
+"""Seconds that a rank waits for other ranks."""
 
 
 def meet(ranks: MPIWorld) -> None:
@@ -86,6 +87,7 @@ def join(comm: MPI.Comm, interface: str) -> None:
 
 
 def _address(interface: str) -> str:
+    """Return the IPv4 address of a network interface of this host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         words = struct.pack("256s", interface.encode()[:15])
         answer = fcntl.ioctl(any_socket.fileno(), 0x8915, words)  # SIOCGIFADDR

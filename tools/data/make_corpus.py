@@ -123,7 +123,10 @@ def main(words: list[str] | None = None) -> None:
     if options.megabytes <= 0:
         raise SystemExit(f"--megabytes {options.megabytes:g}: must be greater than 0")
     if options.archive and not options.archive.is_file():
-        raise SystemExit(f"--archive {options.archive}: the file does not exist")
+        raise SystemExit(
+            f"--archive {options.archive}: the file does not exist; pass the path of a tar "
+            "archive, or leave --archive out to download the package"
+        )
     options.folder.resolve().parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder.resolve().parent) as within:
         archive = options.archive or download(options.package, Path(within))

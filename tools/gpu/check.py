@@ -40,6 +40,7 @@ stopped, and no other check begins.
 FIRST_S = 120
 """Seconds within which torch has to find the GPU."""
 NO_GPU = 3
+"""Exit code if there is no GPU."""
 MEASURES = Path(__file__).resolve().with_name("measures.py")
 SEVERAL = MEASURES.with_name("several.py")
 RESULTS = MEASURES.with_name("GPU_RESULTS.md")
@@ -56,7 +57,9 @@ class Check(NamedTuple):
 
     title: str
     limit: str
+    """Text of the limit that the measurement has to reach."""
     seconds: float
+    """Time limit of the check in seconds."""
     measure: str
     """Words that name a function of measures.py, or of several.py if several GPUs are needed, and
     its arguments."""

@@ -134,6 +134,12 @@ class Checkout:
         return self._run([sys.executable, "-m", "mpigossip", *words], ranks)
 
     def _run(self, words: Sequence[str], ranks: int = 0) -> str:
+        """Run a command with this checkout on PYTHONPATH, and return its standard output.
+
+        :param words: words of the command
+        :param ranks: number of ranks that the launcher starts; 0: run without a launcher
+        :raises CommandFailed: if the exit code is not 0, or the command takes longer than LIMIT_S
+        """
         process = Launch(ranks, [*words], Path("/"), {"PYTHONPATH": str(self.folder)})
         try:
             code = process.process.wait(LIMIT_S)
@@ -187,6 +193,12 @@ def command(job: Job) -> str:
 
 
 def _training(job: Job, run: Path | str, jobs: Path) -> list[str]:
+    """Return the words of the command that trains a job, after "mpigossip".
+
+    :param job: the job
+    :param run: its run directory
+    :param jobs: folder with the job file digits.toml
+    """
     words = [str(jobs / "digits.toml"), *job.settings, f"run.output={run}"]
     if job.how == "simulate":
         return ["simulate", *words, "--nodes", job.of]
@@ -194,6 +206,10 @@ def _training(job: Job, run: Path | str, jobs: Path) -> list[str]:
 
 
 def _train(checkout: Checkout, job: Job, folder: Path, result: Result) -> None:
+    """Train a job in the folder ``folder / "run"``, and store its digest and hashes of its log.
+
+    :raises CommandFailed: if the command fails
+    """
     run = folder / "run"
     words = _training(job, folder / "run", checkout.folder / "jobs")
     result.digest = digest(run, checkout.mpigossip(words, job.ranks))

@@ -69,6 +69,13 @@ def table() -> dict[str, Job]:
 
 
 def _job(name: str, how: str, of: str, *words: str) -> Job:
+    """Return the job of a row of the table.
+
+    :param name: name of the job
+    :param how: kind of the job, as in `Job.how`
+    :param of: number of nodes, or the name of another job, as in `Job.of`
+    :param words: settings, flags, or arguments of a command
+    """
     if how == "read":
         return Job(name, how, of, words)
     settings = [word for word in words if "=" in word]

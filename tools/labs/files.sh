@@ -36,7 +36,7 @@ install_packages() {
     command -v apt-get >/dev/null || die "no $program, and no apt-get to install it with"
     echo "installing ${packages[*]}"
     export DEBIAN_FRONTEND=noninteractive
-    # No service is to start by itself: the lab starts its own.
+    # This policy prevents the packages from starting services, because the lab starts them itself.
     local policy=/usr/sbin/policy-rc.d made= failed=
     if [ ! -e "$policy" ]; then
         printf '#!/bin/sh\nexit 101\n' >"$policy"
@@ -150,10 +150,11 @@ wait_for() {
 
 up() {
     local kind=${1:-} k=0
-    [ "$(id -u)" = 0 ] || die "needs root"
-    [ -c /dev/fuse ] || die "needs /dev/fuse"
+    [ "$(id -u)" = 0 ] || die "needs root: start it as root, for example by sudo"
+    [ -c /dev/fuse ] || die "needs /dev/fuse: load the kernel module fuse, or pass the device to the container"
     command -v ip >/dev/null && command -v nsenter >/dev/null || die "needs ip and nsenter (Debian: iproute2, util-linux)"
-    unshare --net --mount true 2>/dev/null || die "this machine allows no network namespaces"
+    unshare --net --mount true 2>/dev/null ||
+        die "this machine allows no network namespaces: use another machine, or a privileged container"
     [ -z "$(hosts)" ] || die "is up already; tools/labs/files.sh down stops it"
     mkdir -p "$LAB"
     install_packages "$kind"
@@ -212,5 +213,5 @@ down) down ;;
 on) shift && on "$@" ;;
 cut) switch down "${2:-}" ;;
 back) switch up "${2:-}" ;;
-*) die "say up moosefs|sshfs|glusterfs, on CLIENT COMMAND…, cut HOST, back HOST or down" ;;
+*) die "pass up moosefs|sshfs|glusterfs, on CLIENT COMMAND…, cut HOST, back HOST, or down" ;;
 esac

@@ -50,18 +50,22 @@ from mpigossip.store.packing import checksum_of  # noqa: E402
 
 SECONDS = 2.0
 MEGABYTES = 200.0
+"""Limits of the time and of the peak memory of a process that reads a forged file."""
 KINDS = ("checkpoint", "log", "data set")
 MAIN = {"checkpoint": "node-0000.h5", "log": "log.h5", "data set": "set.h5"}
+"""Name of the HDF5 file that is forged, for each kind."""
 TARGETS = {
     "checkpoint": ("parameters", "layout", "numbers"),
     "log": ("steps/step", "steps/node", "steps/loss", "evaluations/at_step"),
     "data set": ("classes", "train/labels", "train/bytes", "test/offsets", "test/checksums"),
 }
+"""Paths of the arrays that are replaced or removed, for each kind."""
 WORDS = {
     "checkpoint": ("format", "node"),
     "log": ("format", "job", "environment"),
     "data set": ("format", "version", "kind", "channels", "mean", "std", "scale"),
 }
+"""Names of the attributes that are replaced or removed, for each kind."""
 LATEST = ("v110", "v110")
 
 
@@ -179,6 +183,11 @@ class Forger:
         return name
 
     def _plain(self, file: h5py.File, split: str) -> dict[str, h5py.Dataset]:
+        """Return those tables of a data set that are still ordinary arrays, by their name.
+
+        :param file: the forged file
+        :param split: "train" or "test"
+        """
         datasets = {}
         for name in ("labels", "offsets", "sizes", "checksums"):
             path = f"{split}/{name}"
@@ -412,6 +421,7 @@ def headers(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _object_end(data: bytes, at: int) -> int:
+    """Return the offset of the checksum of the object header that begins at offset ``at``."""
     flags = data[at + 5]
     head = at + 6 + 16 * bool(flags & 32) + 4 * bool(flags & 16)
     width = 1 << (flags & 3)

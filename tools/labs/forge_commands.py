@@ -127,6 +127,7 @@ class Texts(Forger):
         return "\n".join(lines) + "\n", lines[index][:60]
 
     def _checkpoint(self) -> str:
+        """Change the job, a fact or a counter of a checkpoint; return a text about the change."""
         manifest = checkpoint.read_manifest(self.folder)
         which = self.draw.choice(["job", "meta", "numbers", "numbers"])
         job = manifest.job
@@ -147,6 +148,7 @@ class Texts(Forger):
         return f"{which}: {change}"
 
     def _log(self) -> str:
+        """Change the job, the environment or the summary of a log; return a text about it."""
         which = self.draw.choice(["job", "environment", "summary", "summary"])
         with h5py.File(self.path, "r+") as file:
             thing = file["summary"] if which == "summary" else file

@@ -41,7 +41,9 @@ from mpigossip.training import assemble  # noqa: E402
 
 SECONDS = 2.0
 MEGABYTES = 200.0
+"""CPU time, and growth of the memory, above which a command is slow."""
 LIMIT_S = 60
+"""Seconds after which a command counts as hanging."""
 JOBS = ("digits", "cifar10-lenet", "cifar10-resnet20", "gpt-10m", "imagenet-resnet50", "text-gpt")
 VALUES = (
     "-1",
@@ -145,6 +147,7 @@ def mutate_job(draw: random.Random, folder: Path) -> list[str]:
 
 
 _SHOWN: dict[str, str] = {}
+"""Results of :func:`show_job`, by its argument."""
 
 
 def show_job(text: str) -> str:

@@ -106,6 +106,10 @@ class Peers:
         listener.close()
 
     def _wait_for(self, folder: Path, count: int) -> list[str]:
+        """Wait until ``count`` processes have published a file; return their names in order.
+
+        :raises TimeoutError: if fewer processes have started within WAIT_S seconds
+        """
         while len(names := sorted(path.name for path in folder.glob("[!.]*"))) < count:
             if time.monotonic() > self.end:
                 raise TimeoutError(
@@ -117,6 +121,7 @@ class Peers:
 
     @staticmethod
     def _accept(listener: socket.socket, token: str):
+        """Return the stream of the next connection that sends the secret token; ignore others."""
         while True:
             stream = stream_of(listener.accept()[0])
             if stream.readline().strip() == json.dumps(token):

@@ -74,6 +74,7 @@ class Clock:
             self.running += 1
 
     def _stop(self) -> None:
+        """Mark this thread as not running; the caller holds the lock of ``turn``."""
         self.running -= 1
         self.turn.notify_all()
 

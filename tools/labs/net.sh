@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Several hosts on this machine: network namespaces joined by links of a given rate.
-#   tools/labs/net.sh up [HOSTS] [RATE] [MS]   4 hosts, 1gbit, no added latency by default
-#   tools/labs/net.sh run RANKS COMMAND…       a command on that many ranks, one a host
-#   tools/labs/net.sh on HOST COMMAND…         a command on one host (h1, h2, …)
-#   tools/labs/net.sh down
-# Needs root, ip and tc. The launcher is MPIGOSSIP_MPIEXEC, else mpiexec on PATH (MPICH or Open MPI).
-# Each host has its own network, host name and IPC, so that MPI takes its network path; files are
-# shared, as on a cluster. Links have a rate and short queues, as switches have, and each way between
-# two hosts MS milliseconds (tools/labs/latency.py, which needs python3 and /dev/net/tun); TCP is as
-# clusters set it: cubic, without a slow start after each pause.
-# MPIGOSSIP_NET_LAB_BURST (256kb) is a link's credit, MPIGOSSIP_NET_LAB_QUEUE (10ms) its queue.
+# Several virtual hosts on this machine: network namespaces that are connected by links of a given rate.
+#   tools/labs/net.sh up [HOSTS] [RATE] [MS]   start them; by default 4 hosts, 1gbit, no added latency
+#   tools/labs/net.sh run RANKS COMMAND…       run a command on RANKS ranks, each on its own host
+#   tools/labs/net.sh on HOST COMMAND…         run a command on one host (h1, h2, …)
+#   tools/labs/net.sh down                     stop them
+# This needs root, ip and tc. The launcher is MPIGOSSIP_MPIEXEC, or mpiexec on PATH (MPICH or Open MPI).
+# Each host has its own network, host name and IPC, so that MPI communicates over the network; files are
+# shared, as on a cluster. Links have a rate and short queues, as in switches. Each message between two
+# hosts is delayed by MS milliseconds (tools/labs/latency.py, which needs python3 and /dev/net/tun). TCP
+# is configured as on clusters: cubic, without a slow start after each pause.
+# MPIGOSSIP_NET_LAB_BURST (256kb) and MPIGOSSIP_NET_LAB_QUEUE (10ms) are the burst and the queue of the
+# token bucket filter of each link.
 set -euo pipefail
 LAB=${MPIGOSSIP_NET_LAB_DIR:-/tmp/mpigossip-net-lab}
 BRIDGE=mpglab0
@@ -42,7 +43,7 @@ add_host() {
     shape eth0 -n "$name"
 }
 
-# TAP devices with a program between them in place of veth pairs
+# Create TAP devices, between which a program forwards frames, in place of veth pairs.
 start_latency() {
     local count=$1 pairs
     pairs=$(for k in $(seq "$count"); do printf 'mpglab-t%s:mpglab-v%s ' "$k" "$k"; done)
@@ -60,7 +61,7 @@ start_latency() {
 end_latency() {
     local pid
     pid=$(cat "$LAB/latency.pid" 2>/dev/null) || return 0
-    # a number may be another program's by now
+    # Another program may have got this number in the meantime.
     grep -qs latency.py "/proc/$pid/cmdline" && kill "$pid" || true
 }
 
@@ -71,7 +72,7 @@ up() {
     [[ $count =~ ^[1-9][0-9]?$ ]] || die "up $count: give a number of hosts from 1 to 99"
     [[ $RATE =~ ^[0-9]+[kmg]bit$ ]] || die "up … $RATE: give a rate such as 200mbit or 1gbit"
     [[ $LATENCY =~ ^[0-9]+(\.[0-9]+)?$ ]] || die "up … $LATENCY: give milliseconds such as 5 or 0.1"
-    [ "$(id -u)" = 0 ] || die "needs root"
+    [ "$(id -u)" = 0 ] || die "needs root: start it as root, for example by sudo"
     command -v tc ip >/dev/null || die "needs ip and tc (Debian: iproute2)"
     [ -z "$(hosts)" ] || die "is up already; tools/labs/net.sh down stops it"
     mkdir -p "$LAB"
@@ -84,11 +85,11 @@ up() {
     echo "up: $count hosts, $RATE each$([ "$LATENCY" = 0 ] || echo ", $LATENCY ms each way")"
 }
 
-# What launchers take for ssh: [options] HOST COMMAND…
+# Write a script that launchers use in place of ssh: [OPTIONS] HOST COMMAND…
 write_ssh() {
     cat >"$LAB/ssh" <<END
 #!/usr/bin/env bash
-# options of ssh that take no value are passed over
+# Ignore options of ssh, none of which has a value here.
 while [ "\${1#-}" != "\$1" ]; do shift; done
 host=\${1##*@}
 case \$host in $NET.*) host=h\${host##*.} ;; esac
@@ -102,7 +103,7 @@ END
 down() {
     local name
     for name in $(hosts); do
-        # what still runs there was started by this lab
+        # All processes there were started by this lab, or in it.
         ip netns pids "mpglab-$name" | xargs -r kill -KILL
         ip netns del "mpglab-$name"
         ip link del "mpglab-v${name#h}" 2>/dev/null || true
@@ -116,11 +117,13 @@ down() {
 run() {
     local ranks=${1:-} launcher list
     shift || true
-    [[ $ranks =~ ^[1-9][0-9]*$ ]] && [ $# -gt 0 ] || die "run RANKS COMMAND…"
+    [[ $ranks =~ ^[1-9][0-9]*$ ]] && [ $# -gt 0 ] ||
+        die "run ${ranks:-without arguments}: pass a number of ranks and a command, run RANKS COMMAND…"
     mapfile -t names < <(hosts)
     [ ${#names[@]} -gt 0 ] || die "is not up; tools/labs/net.sh up starts it"
-    [ "$ranks" -le ${#names[@]} ] || die "$ranks ranks need as many hosts, ${#names[@]} are up"
-    # the launcher reaches hosts by address: their names are known nowhere else
+    [ "$ranks" -le ${#names[@]} ] ||
+        die "run $ranks: each rank needs a host, but only ${#names[@]} are up: run down, then up $ranks"
+    # The launcher gets addresses, because it can't resolve the names of these hosts.
     list=$(for k in $(seq "$ranks"); do printf '%s.%s,' "$NET" "$k"; done)
     read -ra launcher <<<"${MPIGOSSIP_MPIEXEC:-mpiexec}"
     if "${launcher[@]}" --version 2>&1 | grep -qi 'open mpi\|openrte\|prrte'; then
@@ -147,5 +150,5 @@ up) up "${2:-}" "${3:-}" "${4:-}" ;;
 down) down ;;
 run) shift && run "$@" ;;
 on) shift && on "$@" ;;
-*) die "say up [HOSTS] [RATE] [MS], run RANKS COMMAND…, on HOST COMMAND… or down" ;;
+*) die "pass up [HOSTS] [RATE] [MS], run RANKS COMMAND…, on HOST COMMAND…, or down" ;;
 esac

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A Slurm of several virtual nodes on this machine, for trying batch scripts for real.
-#   tools/labs/slurm.sh up [NODES]     start it, 4 nodes by default; installs Debian's Slurm if absent
-#   tools/labs/slurm.sh run COMMAND…   a command with this Slurm: sbatch, srun, squeue, scontrol, …
-#   tools/labs/slurm.sh down           stop it and remove its files (the package stays)
-# Needs root, and apt where Slurm isn't installed. Nothing outside the lab's folder is written;
-# a Slurm that the machine has of its own isn't touched (other ports, other configuration).
-# srun starts the MPICH wheel; for Open MPI: srun --mpi=pmix.
+# A Slurm cluster of several virtual nodes on this machine, to test batch scripts.
+#   tools/labs/slurm.sh up [NODES]     start it, with 4 nodes by default; install Debian's Slurm if missing
+#   tools/labs/slurm.sh run COMMAND…   run a command with this Slurm: sbatch, srun, squeue, scontrol, …
+#   tools/labs/slurm.sh down           stop it and remove its files (the packages remain)
+# It needs root, and apt if Slurm is not installed. It writes only to the lab's folder, and does not
+# affect another Slurm of this machine, because it has other ports and another configuration.
+# srun starts programs with the MPICH wheel; for Open MPI, use srun --mpi=pmix.
 set -euo pipefail
 LAB=${MPIGOSSIP_SLURM_LAB_DIR:-/tmp/mpigossip-slurm-lab}
 PORT=${MPIGOSSIP_SLURM_LAB_PORT:-16817}
@@ -22,7 +22,7 @@ install_slurm() {
     command -v apt-get >/dev/null || die "no slurmctld or no libpmix.so, and no apt-get to install it with"
     echo "installing slurm-wlm and munge (about a minute)"
     export DEBIAN_FRONTEND=noninteractive
-    # No service is to start by itself: the lab starts its own.
+    # This policy prevents the packages from starting services, because the lab starts them itself.
     local policy=/usr/sbin/policy-rc.d made=
     if [ ! -e "$policy" ]; then
         printf '#!/bin/sh\nexit 101\n' >"$policy"
@@ -30,7 +30,7 @@ install_slurm() {
         made=1
     fi
     local log=$LAB/install.log failed=
-    # libpmix-dev: srun --mpi=pmix loads libpmix.so by a name that only that package has
+    # srun --mpi=pmix loads libpmix.so by a name that only the package libpmix-dev has.
     { apt-get update -qq &&
         apt-get install -y -qq --no-install-recommends slurm-wlm munge libpmix-dev; } \
         >"$log" 2>&1 || failed=1
@@ -48,9 +48,9 @@ write_configuration() {
 CgroupPlugin=cgroup/v1
 CgroupAutomount=no
 END
-    # One slurmd per node, each with its own port. proctrack/linuxproc and task/none need no cgroups,
-    # so that this works inside a container. Numbers of jobs are no other lab's: MPICH calls shared
-    # memory by them, and what a killed rank left there is "out of memory" to the next.
+    # Each node is a slurmd with its own port. proctrack/linuxproc and task/none need no cgroups, so
+    # that this works inside a container. Job numbers differ from those of earlier labs: MPICH names
+    # shared memory by them, and would report "out of memory" if a killed rank had left such a segment.
     cat >"$SLURM_CONF" <<END
 ClusterName=lab
 FirstJobId=$(($(date +%s) % 60000000 + 1))
@@ -87,7 +87,7 @@ END
 start_munge() {
     dd if=/dev/urandom of="$LAB/munge.key" bs=1024 count=1 status=none
     chmod 600 "$LAB/munge.key"
-    # --force: this folder lies in /tmp, which munged calls insecure
+    # Without --force, munged rejects this folder, because it is in /tmp.
     munged --force --key-file="$LAB/munge.key" --socket="$LAB/munge.socket" \
         --pid-file="$LAB/munged.pid" --log-file="$LAB/log/munged.log" --seed-file="$LAB/munge.seed" \
         2>"$LAB/log/munged.start" || die "munged does not start: $(cat "$LAB/log/munged.start")"
@@ -96,7 +96,7 @@ start_munge() {
 up() {
     local nodes=${1:-4}
     [[ $nodes =~ ^[1-9][0-9]?$ ]] || die "up $nodes: give a number of nodes from 1 to 99"
-    [ "$(id -u)" = 0 ] || die "needs root"
+    [ "$(id -u)" = 0 ] || die "needs root: start it as root, for example by sudo"
     [ ! -e "$LAB/up" ] || die "is up already ($LAB); tools/labs/slurm.sh down stops it"
     mkdir -p "$LAB"
     chmod 755 "$LAB"
@@ -110,14 +110,14 @@ up() {
     until [ "$(sinfo -h -r -t idle -o %D 2>/dev/null | head -n 1)" = "$nodes" ]; do
         if [ $((SECONDS - begin)) -gt 60 ]; then
             tail -n 5 "$LAB"/log/*.log >&2
-            die "the nodes did not come up in 60 s; the logs are in $LAB/log"
+                die "the nodes were not idle after 60 s: see the logs in $LAB/log, run down, and try again"
         fi
         sleep 0.5
     done
     echo "up: $nodes nodes. tools/labs/slurm.sh run sinfo; or export SLURM_CONF=$SLURM_CONF"
 }
 
-# Ends the process of a pid file, if it is that program.
+# end FILE NAME: end the process whose number is in FILE, if it runs the program NAME.
 end() {
     local file=$1 name=$2 pid
     pid=$(cat "$file" 2>/dev/null) || return 0
@@ -146,9 +146,10 @@ down() {
 
 run() {
     [ -e "$LAB/up" ] || die "is not up; tools/labs/slurm.sh up starts it"
-    [ $# -gt 0 ] || die "run needs a command"
-    # Jobs inherit this. On a busy machine Slurm 22.05's pmi2 loses its place in the long addresses
-    # of MPICH's UCX (seen 2026-11-20: "request not begin with 'cmd='"); those of TCP are short.
+    [ $# -gt 0 ] || die "run needs a command: pass one, such as run sinfo"
+    # Jobs inherit these variables. On a busy machine, pmi2 of Slurm 22.05 fails to parse the long
+    # addresses of MPICH's UCX (seen on 2026-11-20: "request not begin with 'cmd='"). Addresses of TCP
+    # are short.
     export MPIR_CVAR_CH4_NETMOD=ofi FI_PROVIDER=tcp
     exec "$@"
 }
@@ -157,5 +158,5 @@ case ${1:-} in
 up) up "${2:-}" ;;
 down) down ;;
 run) shift && run "$@" ;;
-*) die "say up [NODES], run COMMAND… or down" ;;
+*) die "pass up [NODES], run COMMAND…, or down" ;;
 esac

@@ -28,6 +28,7 @@ from mpigossip.studies.seeds import interval  # noqa: E402
 from mpigossip.training.assemble import load  # noqa: E402
 
 SPEEDS = (1.0, 1.0, 1.0, 0.25)
+"""Speed of each member, relative to the speed of a fast one."""
 JOB = [
     "model.name=mlp",
     "algorithm.style=atc",
@@ -46,7 +47,15 @@ PERIODS = {"auto": AUTO, "4": (f"cadence.period={CHUNK_STEPS}",)}
 
 
 def run(folder: Path, seed: int, options, settings: tuple[str, ...]) -> dict:
-    """Train once; return loss, accuracy, wall time in ideal times, and the lengths of rounds."""
+    """Train once; return loss, accuracy, wall time, and the lengths of rounds.
+
+    :param folder: new folder of the training
+    :param seed: seed of the job
+    :param options: options of the command line
+    :param settings: settings of H
+    :return: "loss" and "accuracy" of the average of the last models; "wall", the wall time divided
+        by the ideal time; "rounds of chunks", the number of rounds by their number of chunks
+    """
     lock = threading.Lock()
     ready = threading.Barrier(len(SPEEDS))
     assemble = joining.assemble

@@ -20,7 +20,9 @@ from mpigossip.training.time_model import Timing
 GRAPHS = ("one-peer-exponential", "one-peer-hypercube", "base-2", "exponential", "ring")
 CADENCES = ("always", "every", "gossip-pga", "cpsgd")
 WIRES = ("fp32", "bf16", "qsgd")
+"""Graphs, cadences and wires that are predicted in addition to the job's own."""
 ALL_REDUCE = "all-reduce"
+"""Name of parallel SGD by all-reduce, in place of a graph."""
 GOSSIP = "dmsgd-vanilla"
 """Algorithm that is assumed for gossip if the job's algorithm is parallel SGD: it has a local
 momentum, and sends one vector."""
@@ -82,8 +84,11 @@ def parallel(job: Job) -> Job:
 class Prediction:
     """Prediction for one combination of graph, cadence and wire on n nodes.
 
-    Times are in seconds per step, per epoch (``epoch_s``) and per run (``total_s``). ``transient``
-    is the number of iterations before a linear speedup.
+    Times are in seconds per step, per epoch (``epoch_s``) and per run (``total_s``). ``exchange_s``
+    is the time of the exchanges, of which ``hidden_s`` overlaps with computation; ``waiting_s`` is
+    the time in which a node waits for slower nodes. ``bytes_per_step`` is the mean number of bytes
+    that a node sends. ``transient`` is the theoretical number of iterations before a linear
+    speedup; inf if nothing is averaged.
     """
 
     graph: str
@@ -186,6 +191,7 @@ def predict(
 
 
 _CODED: dict[tuple[str, int], tuple[float, float]] = {}
+"""Measured seconds to encode and to decode a message, by the wire and the number of elements."""
 
 
 def _coding(machine: Machine, prediction: Exchanges) -> Machine:
@@ -206,7 +212,10 @@ def _coding(machine: Machine, prediction: Exchanges) -> Machine:
 def coded(machine: Machine, what: Subject) -> Machine:
     """Return the machine to save in a file, with the rates of encoding the job's wire.
 
-    If the job's wire is exact, use the rates of the wire "qsgd".
+    If the job's wire is "fp32", use the rates of the wire "qsgd".
+
+    :param machine: the machine; rates that it has already are kept
+    :param what: the job and its sizes
     """
     wire = "qsgd" if what.job.node.wire == "fp32" else what.job.node.wire
     # The graph "complete" exists for any number of nodes.
@@ -215,7 +224,11 @@ def coded(machine: Machine, what: Subject) -> Machine:
 
 
 def _transient(prediction: Exchanges, alike: bool) -> float:
-    """Return the theoretical number of transient iterations, for equal or different local data."""
+    """Return the theoretical number of transient iterations.
+
+    :param prediction: exchanges of the job
+    :param alike: whether the nodes' samples have the same distribution
+    """
     counted = prediction.counted
     gossip = sum(count for (kind, _), count in counted.items() if kind is ExchangeKind.GOSSIP)
     global_rounds = sum(
@@ -279,7 +292,13 @@ def name(choice: Choice) -> str:
 def as_json(
     what: Subject, machine: Machine, rows: Sequence[Prediction], epochs: float
 ) -> dict[str, Any]:
-    """Return the job, the machine and all predictions as a dict for JSON."""
+    """Return the job, the machine and all predictions as a dict for JSON.
+
+    :param what: the job and its sizes
+    :param machine: costs of the machine
+    :param rows: predictions
+    :param epochs: number of epochs
+    """
     return {
         "parameters": what.flat.count,
         "samples_per_step": what.per_step,

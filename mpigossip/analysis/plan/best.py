@@ -120,6 +120,7 @@ def _kept(job: Job, settings: Sequence[str], pasted: Sequence[str]) -> tuple[str
 
 
 def _key(setting: str) -> str:
+    """Return the name "section.key" of a setting "section.key=value"."""
     return setting.partition("=")[0].strip()
 
 
@@ -196,8 +197,9 @@ def best(proposals: Sequence[Proposal], accept: Accept) -> Proposal | None:
     """Return the proposal with the lowest risk among those that are about as fast as the fastest.
 
     A proposal is about as fast if its step takes at most `WITHIN` times as long. Only proposals
-    whose measured cost in quality is acceptable are considered. If several proposals have the same
-    risk, the result is the proposal that sends the fewest bytes.
+    whose measured cost in quality is acceptable are considered. If several proposals have the
+    lowest risk, only those whose steps take at most `NEAR` times as long as the fastest of them
+    remain, and the result is the one that sends the fewest bytes.
 
     :param proposals: proposals with their predictions
     :param accept: largest acceptable cost

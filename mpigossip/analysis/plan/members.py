@@ -97,7 +97,8 @@ def advise(what: Subject, members: int, step_s: float, rate: float, epochs: floa
     :param step_s: seconds of a step
     :param rate: bytes per second of the folder, for all members together
     :param epochs: number of epochs
-    :raises JobError: if each member would have fewer than `ROUNDS` rounds
+    :raises JobError: if members can't train the job, or if each would have fewer than `ROUNDS`
+        rounds
     """
     check_member(what.job)
     traffic = exchanges(what, 2)
@@ -161,8 +162,8 @@ def text(what: Subject, every: Sequence[Advice]) -> str:
             "",
             "read: seconds to read one model; at your H: their share of a round.",
             "Set cadence.period to H for 5 % or more, members.lease_s to the lease or more",
-            f"(now {section.lease_s:g}). A dead member delays the end by one lease, at most "
-            f"by {LEASES}.",
+            f"(now {section.lease_s:g}). A dead member delays the end by one lease, at most by "
+            f"{LEASES} leases.",
             *(keeps if first.keep_every else []),
         ]
     )

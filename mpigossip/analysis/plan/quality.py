@@ -100,6 +100,8 @@ def nearest(job: Job, n: int, parameters: int, any_task: bool = False) -> Eviden
     :param n: number of nodes of the job
     :param parameters: number of trained parameters of its model
     :param any_task: whether the task is unknown, so that measurements of all tasks are used
+    :return: the measurement; None if there is none of this method, or if the job has a lossy wire,
+        fragments or another kind of task
     """
     if job.node.wire != "fp32" or job.cadence.options.get("fragments", 1) != 1:
         return None

@@ -37,6 +37,7 @@ EXPLAINED = (
 """Explanation of the tables."""
 PROPOSED = "`mpigossip plan … --best` proposes graph, algorithm, H and wire"
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
+"""Units of the time of a training in the plot, each with its length in seconds."""
 
 
 def text(
@@ -77,12 +78,18 @@ def text(
 
 
 def _wrapped(words: str, indent: str = "") -> list[str]:
+    """Return a text as lines of at most `WIDTH` characters; all but the first are indented."""
     width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
     return textwrap.wrap(words, width, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _head(what: Subject, machine: Machine, note: str) -> list[str]:
-    """Return the subject of the plan, and a table of the assumed properties of the machine."""
+    """Return the subject of the plan, and a table of the assumed properties of the machine.
+
+    :param what: the job and its sizes
+    :param machine: costs of the machine
+    :param note: remark on the job; "": there is none
+    """
     job = what.job
     method = job.algorithm.name
     if always_global(job):
@@ -123,7 +130,11 @@ def _assumptions(machine: Machine, job: Job) -> list[list[str]]:
 
 
 def _origin(machine: Machine, name: str) -> str:
-    """Return the origin of a property of the machine, such as "measured here" or "assumed"."""
+    """Return the origin of a property of the machine, such as "measured here" or "assumed".
+
+    :param machine: the machine
+    :param name: name of the property in `Machine.sources`
+    """
     origin = machine.sources.get(name, machine.sources.get(name.removeprefix("all-reduce "), ""))
     if origin == "measured":
         return "measured here" if machine.where == ALONE else f"measured here, {machine.where}"
@@ -168,6 +179,7 @@ def _name_cadence(section: CadenceSection) -> str:
 
 
 def _details(row: Prediction) -> list[str]:
+    """Return the cells of the second table: ms/step, hidden part, MB/step, and two durations."""
     hidden = f"{row.hidden_s / row.exchange_s:.0%}" if row.exchange_s else "-"
     megabytes = three_digits(row.bytes_per_step / 1e6)
     times = [_time(row.epoch_s), _time(row.total_s)] if row.steps_per_epoch else ["-", "-"]
@@ -187,6 +199,7 @@ def _rate(value: float) -> str:
 
 
 def _time(value: float) -> str:
+    """Return a duration in seconds as a text, such as "80 ms"."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3)):
         if value >= 2 * length or unit == "ms" and value >= 1e-3:
             return f"{three_digits(value / length)} {unit}"
