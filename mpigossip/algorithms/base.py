@@ -164,5 +164,5 @@ class NoState(NamedTuple):
 
 
 def no_state(x) -> NoState:
-    """Return the empty state, of an algorithm that needs no state."""
+    """Return the empty state; this is the ``init`` of an algorithm that needs no state."""
     return NoState()

@@ -38,8 +38,8 @@ def build(
     :param node: section `[node]` of the job, for options that depend on the wire; None: they keep
         their defaults
     :param layout: parameter layout, for a local step that takes whole parameters
-    :raises JobError: if an option is unknown, or a custom algorithm has an unknown condition in
-        ``needs``
+    :raises JobError: if an option is unknown, if the function of a custom algorithm can't be
+        imported or fails, or if the algorithm has an unknown condition in ``needs``
     """
     form = "(local, *, option=…) that returns an Algorithm"
     spec = (
@@ -75,7 +75,13 @@ def build(
 
 
 def _build_local(name: str, decayed: int, layout: Any, options: Mapping[str, Any]) -> Local:
-    """Return the local step ``name``, which counts steps per row and leaves out skipped rows."""
+    """Return the local step ``name``, which counts steps per row and leaves out skipped rows.
+
+    :param name: name in `LOCALS`
+    :param decayed: number of columns that take weight decay
+    :param layout: parameter layout, for a local step that takes whole parameters; None: unknown
+    :param options: options of the local step
+    """
     step = LOCALS[name](decayed, **options)
     if step.whole and layout is not None:
         step = LOCALS[name](decayed, layout, **options)
@@ -84,6 +90,9 @@ def _build_local(name: str, decayed: int, layout: Any, options: Mapping[str, Any
 
 def over_wire(method: Algorithm, *, biased: bool, meets: bool = False) -> Algorithm:
     """Return ``method`` for a lossy wire: it sends differences, or corrects by error feedback.
+
+    An algorithm that itself sends differences ("own-wire") is returned unchanged, and so is an
+    algorithm with global averages only, if the wire is unbiased.
 
     :param method: algorithm
     :param biased: whether the wire is biased

@@ -269,7 +269,7 @@ def gossip_pga(*, period: Period = 6) -> Cadence:
 def halves(*, length: Positive | None = None) -> Cadence:
     """Alternate between ``length`` local steps and ``length`` gossip steps, as DeFacto needs.
 
-    :param length: number of steps; None: the period of the graph
+    :param length: number of steps; None: the period of the graph, which the job inserts, or 1
     """
     half = length or 1
     return fixed_schedule(
@@ -381,7 +381,8 @@ def gossip_aga(*, period: Period = 4, warmup: Positive = 4, longest: Positive = 
 
     This is Gossip-AGA (Chen et al., ICML 2021). F is the mean loss of all nodes at a global
     average. At the first ``warmup`` averages, F₀ ← ½ (F₀ + F), with F₀ = F at the first of them.
-    Afterwards, the period becomes ⌈``period`` · F₀/F⌉, at most ``longest``.
+    Afterwards, the period becomes ⌈``period`` · F₀/F⌉, at least 1 and at most ``longest``, or
+    ``longest`` if F ≤ 0.
 
     :param period: number of steps at the start
     :param warmup: number of global averages that determine F₀

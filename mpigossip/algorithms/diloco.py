@@ -44,8 +44,14 @@ def _outer(
 ) -> Algorithm:
     """Return D-PSGD with an outer step ``update(x, state, step)`` after each exchange of ``kind``.
 
-    The kind is GOSSIP or GLOBAL. Other exchanges average only. ``init_outer(x)`` makes the state of
-    the outer step, the second field of ``state_type``.
+    The kind is GOSSIP or GLOBAL. Other exchanges average only.
+
+    :param local: local step
+    :param kind: kind of the exchanges that an outer step follows
+    :param update: function that makes the outer step: x is the average when it is called, and the
+        new model when it returns
+    :param state_type: class of the state, with the fields anchor, state of the outer step, inner
+    :param init_outer: function (x) -> state of the outer step
     """
 
     def send(x, g, state, out, step: Step):
@@ -128,7 +134,9 @@ def diloco(
         momentum: ``{ name = "AdamW", lr = 0.1 }`` with a class of torch.optim that treats each
         element by itself, and its options; None: Nesterov's momentum with α and β. torchft's DiLoCo
         takes such an optimizer, too
-    :param nodes: n, number of nodes, for ``eager``; None: the number of nodes of the graph
+    :param nodes: n, number of nodes, for ``eager``; None: the number of nodes of the graph, which
+        the job inserts, or 1
+    :raises JobError: if ``outer`` is combined with the options that it replaces, or can't be used
     """
     if outer is not None:
         if eager or (outer_lr, outer_beta) != (OUTER_LR, OUTER_BETA):
@@ -211,8 +219,8 @@ def noloco(local: Local, *, outer_lr: AboveZero = 0.7, outer_beta: Decay = 0.5) 
     """Take DiLoCo's outer step with one neighbour, without a collective.
 
     This is NoLoCo (Kolehmainen et al. 2025). Each GOSSIP step is followed by an outer step. Let φ
-    be the model after the node's last outer step, m the outer momentum, a the outer learning rate,
-    and ⟨·⟩ the average of the node and its neighbour:
+    be the model after the node's last outer step, m the outer momentum, which starts as 0, a the
+    outer learning rate, and ⟨·⟩ the average of the node and its neighbour:
 
     m ← μ m + a ⟨x − φ⟩ + a (⟨φ⟩ − φ);  φ ← φ + m;  x ← φ.
 
@@ -238,7 +246,7 @@ def gasloc(
 
     This is GASLoC (2026, arXiv 2606.11081). At each exchange, let θ be the model after the node's
     last exchange, x the model after the local steps since then, and y' the value of y at the node's
-    last exchange:
+    last exchange, which starts as the first model:
 
     y = θ + η (x − θ);  θ ← y + α Σ_j W_ij (y_j − y) + γ (y − y');  x ← θ.
 

@@ -28,6 +28,7 @@ class Local(NamedTuple):
     """
 
     init: Callable[..., Any]
+    """Function (x) -> state that makes the first state."""
     adapt: Callable[..., Any]
     raw: bool = False
     """True if ``adapt`` reads gradients from the ``.grad`` of the parameters; g is then None."""
@@ -98,7 +99,10 @@ class Moments(NamedTuple):
 
 
 def sgd(decayed: int) -> Local:
-    """Step along the gradient: d = g."""
+    """Step along the gradient: d = g.
+
+    :param decayed: not used
+    """
 
     def adapt(x, g, state: NoState, step: Step, out):
         torch.add(x, g, alpha=-step.lr, out=out)
@@ -108,7 +112,11 @@ def sgd(decayed: int) -> Local:
 
 
 def momentum(decayed: int, *, beta: Decay = 0.9) -> Local:
-    """Step along the heavy-ball momentum (Polyak 1964): m ← β m + g, d = m."""
+    """Step along the heavy-ball momentum (Polyak 1964): m ← β m + g, d = m.
+
+    :param decayed: not used
+    :param beta: β, factor of the momentum
+    """
 
     def adapt(x, g, state: Momentum, step: Step, out):
         state.momentum.mul_(beta).add_(g)
@@ -119,7 +127,11 @@ def momentum(decayed: int, *, beta: Decay = 0.9) -> Local:
 
 
 def nesterov(decayed: int, *, beta: Decay = 0.9) -> Local:
-    """Step by Nesterov's momentum as torch.optim.SGD does: m ← β m + g, d = g + β m."""
+    """Step by Nesterov's momentum as torch.optim.SGD does: m ← β m + g, d = g + β m.
+
+    :param decayed: not used
+    :param beta: β, factor of the momentum
+    """
 
     def adapt(x, g, state: Momentum, step: Step, out):
         state.momentum.mul_(beta).add_(g)

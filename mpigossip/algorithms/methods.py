@@ -30,8 +30,9 @@ class Known(NamedTuple):
     options: Mapping[str, Any]
     """Options of the algorithm or cadence that are set."""
     node: NodeSection | None = None
+    """Section `[node]` of the job; None: unknown."""
     total: int | None = None
-    """Number of steps of the run."""
+    """Number of steps of the run; None: unknown."""
 
 
 def _consensus_step_of_wire(known: Known) -> float | None:
@@ -181,14 +182,20 @@ that depend on eigenvalues keep their safe defaults on larger graphs.
 
 
 def real_eigenvalues(graph: Graph) -> np.ndarray | None:
-    """Return the eigenvalues of a static symmetric W by falling modulus, (n,); otherwise None."""
+    """Return the eigenvalues of a static symmetric W by falling modulus, (n,).
+
+    The result is None for other graphs, and for graphs of more than `LARGEST` nodes.
+    """
     if not {"static", "symmetric"} <= graph.facts or graph.n > LARGEST:
         return None
     return eigenvalues(graph).real
 
 
 def above_minus_third(graph: Graph) -> bool:
-    """Return whether W is static and symmetric with all eigenvalues above −1/3, as D² needs."""
+    """Return whether W is static and symmetric with all eigenvalues above −1/3, as D² needs.
+
+    The result is False for graphs of more than `LARGEST` nodes, whose eigenvalues are not computed.
+    """
     values = real_eigenvalues(graph)
     return values is not None and float(values.min()) > -1 / 3 + 1e-9
 
@@ -200,7 +207,7 @@ def momentum_of_gossip(graph: Graph, steps: int) -> float:
 
     The result is η = (1 − √(1−λ²))/(1 + √(1−λ²)), λ = max(|λ_2|, |λ_n|) (Liu & Morse 2011), if
     ``steps`` steps with this η reduce disagreement more than plain gossip does. Otherwise, and for
-    graphs that are not static and symmetric, the result is 0: acceleration starts with z_{−1} =
+    graphs without :func:`real_eigenvalues`, the result is 0: acceleration starts with z_{−1} =
     z_0, and within few steps it may even increase disagreement.
     """
     values = real_eigenvalues(graph)

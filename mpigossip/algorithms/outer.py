@@ -116,7 +116,11 @@ class OuterOptimizer:
                 array.fill_(float(after[key]))
 
     def _probe(self, gradient: list[float]) -> tuple[list[list[float]], Mapping[str, Any]]:
-        """Return the parameter after each of three steps from 0, and the state of the optimizer."""
+        """Return the parameter after each of three steps from 0, and the state of the optimizer.
+
+        :param gradient: gradient of each element in the first step; it is multiplied by −0.5 in the
+            second step, and by 2 in the third
+        """
         with torch.device("cpu"):
             x = torch.zeros(1, len(gradient))
             optimizer = self._make([x])

@@ -32,8 +32,8 @@ def d2(local: Local, *, lazy: bool | None = None) -> Algorithm:
 
     :param local: local step
     :param lazy: True: W̄ = (I + W)/2, computed here as ½ (φ + Wφ); False: W̄ = W, which has to be
-        static and symmetric with eigenvalues above −1/3; None: W if the graph meets this, otherwise
-        (I + W)/2
+        static and symmetric with eigenvalues above −1/3; None: in a job, W if the graph meets this,
+        otherwise (I + W)/2
     """
     damped = lazy in (None, True)
 
@@ -150,9 +150,8 @@ def _tracking(local: Local, beta: float, style: str) -> Algorithm:
 class Detag(NamedTuple):
     """State of DeTAG, as arrays shaped like x.
 
-    These are the model x̃ and the tracker y, each with its value one step before.
-
-    ``gathered`` is the mean gradient g^k of the phase so far, and ``momentum`` is v^k.
+    These are the model x̃ and the tracker y, each with its value one step before. ``gathered`` is
+    the mean gradient g^k of the phase so far, and ``momentum`` is v^k.
     """
 
     model: torch.Tensor
@@ -258,7 +257,7 @@ def defacto(local, *, length: Positive | None = None) -> Algorithm:
 
     :param local: not used
     :param length: R, number of LOCAL steps, and of GOSSIP steps, in a phase; None: the period of
-        the graph
+        the graph, which the job inserts, or 1
     """
     rounds = length or 1
 

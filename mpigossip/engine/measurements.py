@@ -27,7 +27,10 @@ EVERY_ON_GPUS = 100
 
 @dataclass
 class StepMetrics:
-    """Metrics of one step; tensors are float64 of shape (rows,), one row for each local node."""
+    """Metrics of one step; tensors have the shape (rows,), with one row for each local node.
+
+    An unknown loss or gradient norm is NaN.
+    """
 
     index: int
     """Number of the step, from 0."""
@@ -36,7 +39,9 @@ class StepMetrics:
     loss: torch.Tensor
     gradient_norm: torch.Tensor
     mixed_distance: torch.Tensor
-    """‖mixed − sent‖, the distance by which the exchange moved the message."""
+    """‖mixed − sent‖ of the first vector of the message, by which the exchange moved it; NaN if it
+    was not computed.
+    """
     consensus_distance: float
     """Consensus distance; NaN if it was not measured."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -103,7 +108,7 @@ def mixed_distance(sent: Sequence, mixed: Sequence, group: Group) -> torch.Tenso
 
 
 def consensus_distance(x: Sequence[torch.Tensor], mixer: Mixer, group: Group) -> float:
-    """Return the consensus distance (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖².
+    """Return the consensus distance (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖², or 0 if x̄ = 0.
 
     ``x`` holds the local shards, (rows, p) each. The call is collective over nodes and their slots.
     """
@@ -119,6 +124,9 @@ def make_record(
     engine: Any, now: Any, loss: torch.Tensor | None, norm: torch.Tensor | None
 ) -> tuple[StepMetrics, dict[str, float]]:
     """Return the metrics of a step, and averages over nodes, by name, that the cadence needs.
+
+    The averages are empty unless the step was GLOBAL. The stopwatch of the engine stops. If the
+    step is GLOBAL or is measured, the call can be collective over nodes.
 
     :param engine: engine that has made the step
     :param now: the step
@@ -241,7 +249,14 @@ def reject_non_finite(
 ) -> None:
     """Raise NonFiniteError if a vector, whose sum is in ``totals``, has non-finite elements.
 
+    :param engine: engine that is about to send
+    :param step: number of the step, for the message
+    :param segment: number of the segment
+    :param vectors: arrays (rows, columns of the message), with one row for each local node
+    :param columns: columns of the segment's x that are adjacent in the message
+    :param totals: sum of all elements of each vector, (vectors,), on the CPU
     :param array: name of the array of the local step that the vectors contain; "": a message
+    :raises NonFiniteError: if there are such elements; it names the first node and its parameter
     """
     values = f"values of the array {array}" if array else "values"
     for part, total in zip(vectors, totals.tolist(), strict=True):

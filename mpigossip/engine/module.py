@@ -98,7 +98,10 @@ class ModuleParameters:
         return views
 
     def gather(self) -> None:
-        """Copy the gradients of all parameters to ``g``; a missing gradient counts as zero."""
+        """Copy the gradients of all parameters to ``g``; a missing gradient counts as zero.
+
+        Gradients of 16-bit parameters are multiplied by :attr:`inverse`, if it is set.
+        """
         if not self.g[0].numel():
             self.g = [torch.zeros_like(x) for x in self.x]
         for parameters, row in zip(self.rows, self.g[0], strict=True):
@@ -152,7 +155,11 @@ class ModuleParameters:
         self._paths[row] = self._module_paths(row)
 
     def _check_owner(self, row: int, k: int) -> None:
-        """Raise JobError if the module now holds another Parameter in place of parameter ``k``."""
+        """Raise JobError if the module now holds another Parameter in place of parameter ``k``.
+
+        :param row: row of the module in the arrays
+        :param k: index of the parameter in the layout
+        """
         module, key = self._owners[row][k]
         if module._parameters.get(key) is not self.rows[row][k]:
             raise JobError(replaced_message(self.flat.names[k]))
@@ -160,6 +167,8 @@ class ModuleParameters:
     @contextmanager
     def bind_to(self, row: int, array: torch.Tensor, g: torch.Tensor | None) -> Iterator[None]:
         """Make the parameters of a module views of another array, in float32, inside a block.
+
+        After the block, they have their own memory and their own gradients again.
 
         :param row: row of the module in the arrays
         :param array: array (rows, P) whose row the parameters become
@@ -246,9 +255,14 @@ class ModuleParameters:
         return changed
 
     def _take_back(self, row: int, k: int) -> bool:
-        """Copy a parameter's new values to the flat memory, and make it a view of that memory.
+        """Copy a parameter's new values to the memory that it has left, and move it back there.
 
-        Return whether the new values differ from the former values in the flat memory.
+        This is the flat memory for a float32 parameter, and separate memory for a 16-bit one.
+
+        :param row: row of the module in the arrays
+        :param k: index of the parameter in the layout
+        :return: whether the new values differ from the former values in that memory
+        :raises JobError: if the parameter has another type, shape or device than before
         """
         p = self.rows[row][k]
         old = self._own_data[row][k]
@@ -310,7 +324,7 @@ class ModuleParameters:
             torch.where(bits(rounded) == bits(written), exact, written, out=exact)
 
     def _edit_groups(self) -> list[tuple[torch.dtype, list[int]]]:
-        """Return groups of successive 16-bit parameters: their type and their indices.
+        """Return groups of successive 16-bit parameters of one type: the type and their indices.
 
         A group spans at most `COMPARED` elements, or it contains a single, larger parameter.
         """
@@ -327,12 +341,13 @@ class ModuleParameters:
         return groups
 
     def _masters(self, row: int) -> list[torch.Tensor]:
-        """Return a module's parameters in flat memory, which are master weights if 16-bit."""
+        """Return views of a module's row, one per parameter; master weights for 16-bit ones."""
         return self.cut(self.full[0][row])
 
     def differ(self, sent: Sequence[torch.Tensor]) -> bool:
         """Return whether parameters differ in any bit from ``sent``, an earlier value of x.
 
+        A 16-bit parameter that was edited, but not yet copied by :meth:`take_edits`, differs, too.
         On a GPU, the host waits for the comparison.
 
         :param sent: for each segment, an array of the shape of ``x``
@@ -369,7 +384,11 @@ class ModuleParameters:
 
 
 def _take_edit(low: torch.Tensor, master: torch.Tensor) -> None:
-    """Copy elements of a 16-bit parameter to master weights that do not round to them."""
+    """Copy elements of a 16-bit parameter to master weights that do not round to them.
+
+    :param low: the parameter
+    :param master: its master weights, float32 of the same shape, which are changed in place
+    """
     for now, exact in _blocks(low, master):
         written = bits(now)
         rounded = bits(exact.to(now.dtype))
@@ -390,10 +409,11 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
 def _blocks(
     first: torch.Tensor, second: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pairs of views of the same elements of two tensors, of a limited size.
+    """Yield pairs of views of the same elements of two tensors of equal shape.
 
-    Temporary results then stay in the cache of a CPU, and need little memory on a GPU. Tensors that
-    have different strides, or gaps between their elements, are yielded whole.
+    A view has at most `BLOCK` elements on a CPU, and `COMPARED` elements on a GPU. Temporary
+    results then stay in the cache of a CPU, and need little memory on a GPU. Tensors that have
+    different strides, or gaps between their elements, are yielded whole.
     """
     size = BLOCK if first.device.type == "cpu" else COMPARED
     same_strides = first.stride() == second.stride() and _fills(first)
@@ -447,7 +467,12 @@ def replaced_message(name: str) -> str:
 
 
 def replaced_module_message(key: str, before: nn.Module, after: nn.Module) -> str:
-    """Return the error message for a submodule that was replaced by one with other parameters."""
+    """Return the error message for a submodule that was replaced by one with other parameters.
+
+    :param key: name of the submodule in its parent
+    :param before: submodule when the parameters were moved to flat memory
+    :param after: submodule that has replaced it
+    """
     return (
         f"module {key} was a {type(before).__name__} with parameters that nodes average and is now "
         f"a {type(after).__name__} with other parameters, which the optimizer does not have; "
@@ -456,7 +481,12 @@ def replaced_module_message(key: str, before: nn.Module, after: nn.Module) -> st
 
 
 def changed_message(name: str, before: torch.Tensor, now: torch.Tensor) -> str:
-    """Return the error message for a parameter whose type, shape or device has changed."""
+    """Return the error message for a parameter whose type, shape or device has changed.
+
+    :param name: name of the parameter
+    :param before: tensor with the earlier type, shape and device
+    :param now: tensor with the present ones
+    """
     old, new = ((f"{tuple(t.shape)} {t.dtype} on {t.device}") for t in (before, now))
     return (
         f"parameter {name} has left the memory that nodes average: it was {old} at the first step "

@@ -46,9 +46,10 @@ def gather_full(tensor: Any) -> Any:
 
 
 def part_like(parameter: Any, full: Any) -> Any:
-    """Return this rank's shard of ``full``, sharded like ``parameter``.
+    """Return ``full`` as a DTensor that is sharded like ``parameter``.
 
-    ``full`` is returned as it is if ``parameter`` is not sharded, or has another shape.
+    Its local shard is a copy of this rank's rows of ``full``, on the parameter's device. ``full``
+    is returned as it is if ``parameter`` is not sharded, or has another shape.
     """
     if not is_sharded(parameter) or not torch.is_tensor(full) or full.shape != parameter.shape:
         return full
@@ -62,7 +63,12 @@ def part_like(parameter: Any, full: Any) -> Any:
 
 
 def _rows(count: int, slots: int, slot: int) -> tuple[int, int]:
-    """Return the index of the first row in a slot's shard, and the number of its rows."""
+    """Return the index of the first row in a slot's shard, and the number of its rows.
+
+    :param count: number of rows of the parameter
+    :param slots: number of shards
+    :param slot: index of the shard
+    """
     rows_per_slot = -(-count // slots)
     begin = min(rows_per_slot * slot, count)
     return begin, min(rows_per_slot, count - begin)
@@ -174,7 +180,10 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def plan_layouts(model: nn.Module) -> Layouts:
     """Return the layouts of a model; the node's layout is a `ShardedLayout` if FSDP2 shards it.
 
-    :raises JobError: if a sharded parameter is not float32
+    Parameters that FSDP2 has gathered are freed first.
+
+    :raises JobError: if a sharded parameter is not float32; or, if no parameter is sharded, if none
+        requires gradients or one is neither float32, bfloat16 nor float16
     """
     modules = fully_sharded(model)
     reshard(modules)
@@ -238,7 +247,12 @@ def fsdp_records(model: nn.Module) -> dict[int, Any]:
 
 
 def _is_as_expected(private: Any, parameter: Any, padded: int) -> bool:
-    """Return whether both private attributes of a parameter exist and are as expected."""
+    """Return whether both private attributes of a parameter exist and are as expected.
+
+    :param private: FSDP2's record of the parameter; None: there is none
+    :param parameter: parameter, a DTensor
+    :param padded: number of elements of its shard with torch's padding
+    """
     data: Any = getattr(private, "_sharded_param_data", None)
     local: Any = getattr(parameter, "_local_tensor", None)
     if type(data) is not torch.Tensor or type(local) is not torch.Tensor:
@@ -334,7 +348,12 @@ class ShardedParameters(ModuleParameters):
     def bind_to(self, row: int, array: torch.Tensor, g: torch.Tensor | None) -> Iterator[None]:
         """Return a context in which the shards are placed in ``array`` (1, P), or are copies of it.
 
-        After the context, copies keep their values until :meth:`publish`.
+        At the end of the context, copies are written back to ``array``, and keep their values until
+        :meth:`publish`.
+
+        :param row: 0, the only row
+        :param array: array (1, P) for the shards of this rank
+        :param g: array (1, P) that becomes their gradients; None: they keep their own gradients
         """
         parameters: list[Any] = self.rows[0]
         grads = [p.grad for p in parameters]

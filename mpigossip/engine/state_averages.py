@@ -74,7 +74,12 @@ class StateAverages:
         self.arrays = arrays
 
     def exchange(self, engine: Any) -> None:
-        """Average the arrays that are due in the present step of the engine."""
+        """Average the arrays that are due in the present step of the engine.
+
+        The bytes that they send are added to the counters of the engine's mixer.
+
+        :raises NonFiniteError: if an array contains NaN or infinite values
+        """
         done = engine.index + 1
         for name, period in self.periods.items():
             if done % period == 0:

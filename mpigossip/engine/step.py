@@ -128,6 +128,7 @@ class Engine:
             gradients overflowed, but take part in the exchange
         :param loss: loss of each row, (rows,); None: unknown
         :param gradient_norm: norm of the gradient of each row, (rows,); None: unknown
+        :raises NonFiniteError: if a message contains NaN or infinite values
         """
         now = self.begin(lr, skipped)  # the cadence decides: LOCAL, GOSSIP or GLOBAL
         if now.kind is ExchangeKind.LOCAL:
@@ -211,7 +212,10 @@ class Engine:
         return arrays
 
     def replace_mixer(self, mixer: Mixer) -> None:
-        """Continue with another mixer; a step that has begun is begun again."""
+        """Continue with another mixer.
+
+        An exchange in flight is discarded, and a step that has begun is begun again.
+        """
         self.mixer = mixer
         self.clock = Stopwatch(mixer)
         self.exchange.discard()
@@ -221,6 +225,9 @@ class Engine:
         """Exchange without a local step, while this node waits for others (asynchronous mixers).
 
         If waiting nodes did not take part in exchanges, the other nodes would drift away from them.
+        The gradients are set to zero. The exchange counts as a round, but not as a step.
+
+        :param lr: learning rate, which the algorithm may need
         """
         self._kind = ExchangeKind.GOSSIP
         now = self._now(lr)._replace(skipped=tuple(range(len(self.mixer.local_nodes))), waits=True)
@@ -238,7 +245,12 @@ class Engine:
         return bool(self.measure_every) and self.index % self.measure_every == 0
 
     def measure(self, sent: Sequence, mixed: Sequence, kind: ExchangeKind) -> None:
-        """Compute ‖mixed − sent‖ if the record or the cadence needs it."""
+        """Set ``mixed_distance`` to ‖mixed − sent‖ if the record or the cadence needs it.
+
+        :param sent: message of each segment, as it was sent
+        :param mixed: weighted sum of the messages, for each segment
+        :param kind: kind of the exchange
+        """
         if self.measuring or kind is ExchangeKind.GLOBAL and "variance" in self.cadence.measures:
             self.mixed_distance = mixed_distance(sent, mixed, self.group)
 
@@ -267,7 +279,10 @@ class Engine:
         self.state_start, self.counts = self.index, [0] * len(self.mixer.local_nodes)
 
     def parts(self) -> dict[str, list[torch.Tensor]]:
-        """Return the arrays of the state by name, one per segment, without a copy."""
+        """Return the arrays of the state by name, one per segment, without a copy.
+
+        If fragments are exchanged, this first receives a fragment in flight.
+        """
         of_exchange = self.exchange.parts(self)  # this may receive, which changes the states
         named = [dict(named_arrays(state)) for state in self.states]
         return {f"state/{k}": [arrays[k] for arrays in named] for k in named[0]} | of_exchange
@@ -296,6 +311,7 @@ class Engine:
         :param arrays: result of :meth:`pack_state`
         :param numbers: result of :meth:`numbers`
         :param row: index of the node among the local nodes
+        :raises ValueError: if an array has another number of elements than the model
         """
         for name, parts in self.parts().items():
             scatter_row(arrays[name], parts, row, self.vector.flat, local_shards(self.group))

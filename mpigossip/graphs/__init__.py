@@ -25,10 +25,11 @@ from mpigossip.graphs.weights import reweighted
 
 
 def _builder(name: str, build: Callable[..., Graph]) -> Callable[..., Graph]:
-    """Return a builder that does what is equal for all graphs, and calls ``build`` for the rest.
+    """Return a builder that adds to ``build`` the steps that all graphs have in common.
 
-    It checks n, the seed and the options, returns the graph of a single node if n is 1, applies the
-    option `slack`, and gives the graph its name.
+    The builder checks n, the seed and the names of the options, returns the graph of a single node
+    if n is 1, applies the option `slack`, and gives the graph its name. It raises GraphError if a
+    check fails.
 
     :param name: name of the graph
     :param build: function (n, seed, option=…) that returns the graph for n > 1
@@ -139,8 +140,8 @@ def graph(
     :param seed: seed of graphs that are drawn at random
     :param lazy: return the graph of (I + W)/2 instead of W
     :param options: options of the graph, as in a job; ``slack=κ`` gives κW + (1−κ)I
-    :raises GraphError: if there is no such graph; the message names the value, the limit and the
-        remedy
+    :raises GraphError: if there is no such graph, an option is unknown or has an invalid value, or
+        the given graph does not have n nodes
     """
     if isinstance(name, str) and name.startswith("file:"):
         return _finished(from_file(name.removeprefix("file:")), n, weights, lazy, **options)
@@ -162,7 +163,11 @@ def _finished(
     slack: float = 1.0,
     **options: object,
 ) -> Graph:
-    """Check the number of nodes, then apply ``weights``, ``slack`` and ``lazy``, in this order."""
+    """Check the number of nodes, then apply ``weights``, ``slack`` and ``lazy``, in this order.
+
+    :raises GraphError: if ``n`` is given and differs from the number of nodes, or if there are
+        further ``options``
+    """
     for option in options:
         raise GraphError(
             f'graph "{result.name}" has no option "{option}"; its only option is slack'

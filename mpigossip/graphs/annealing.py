@@ -40,7 +40,7 @@ neither decimal nor short binary fractions lie halfway between two multiples.
 """
 
 CONNECTED = 1e-9
-"""Smallest λ_2 of a graph that counts as connected."""
+"""A graph counts as connected if its λ_2 is larger than this number."""
 
 NARROW = 1e-6
 """Smallest width of the range of eigenvalues that count as close to λ_2 or λ_max. It is far above
@@ -48,12 +48,17 @@ their rounding error.
 """
 
 SAMPLE = 48
-"""Number of moves that are screened for each one that is judged."""
+"""Number of moves that are screened, so that the best of them is judged."""
 
 
 @dataclass
 class Budget:
-    """Limits of a search in seconds and in judged graphs, and the amounts used so far."""
+    """Limits of a search in seconds and in judged graphs, and the amounts used so far.
+
+    A limit of None does not limit the search. ``used`` is the number of judged graphs, to which a
+    drawn move counts even if it is not allowed. ``started`` is the start in seconds of
+    `time.monotonic`.
+    """
 
     seconds: float | None
     evaluations: int | None
@@ -66,7 +71,7 @@ class Budget:
         if (seconds is not None and not seconds > 0) or (count is not None and count < 1):
             raise GraphError(
                 f"seconds = {seconds}, evaluations = {count}: a search needs more than 0 seconds "
-                "and at least 1 evaluation"
+                "and at least 1 evaluation; omit a limit that shall not apply"
             )
 
     @property
@@ -106,9 +111,10 @@ class SearchTask:
     def exact(self, low: float, high: float) -> float:
         """Return the score that a search maximizes.
 
-        It is r = λ_2/λ_max for the weights "laplacian", and 1 − ρ(W − 11ᵀ/n) for all others.
+        It is r = λ_2/λ_max for the weights "laplacian", and 1 − ρ(W − 11ᵀ/n) for all others. It is
+        0 for a graph that is not connected.
 
-        :param low: λ_2, second smallest eigenvalue of the Laplacian
+        :param low: λ_2, second smallest eigenvalue of :meth:`CandidateGraph.laplacian`
         :param high: λ_max, its largest eigenvalue
         """
         if low <= CONNECTED:
@@ -124,6 +130,9 @@ class CandidateGraph:
     """Candidate of a search, which is a graph with a cyclic symmetry of order m.
 
     It consists of edge orbits: an orbit contains all edges that the symmetry maps to each other.
+    `degrees` has the degree of the nodes (a, k) at index a, and `size` is the number of edges.
+    `blocks`, (m//2 + 1, b, b), are the blocks of the unweighted Laplacian for the frequencies
+    0 … m//2; the blocks of the other frequencies are their complex conjugates.
     """
 
     def __init__(self, task: SearchTask, m: int) -> None:
@@ -146,7 +155,10 @@ class CandidateGraph:
         return (a, c, s) if a < c or (a == c and s <= back) else (c, a, back)
 
     def _count(self, orbit: Orbit, sign: int) -> None:
-        """Add an orbit to counts and blocks of the Laplacian, or subtract it if sign is −1."""
+        """Add an orbit to the degrees, the number of edges and the blocks of the Laplacian.
+
+        If ``sign`` is −1 instead of 1, subtract the orbit.
+        """
         a, c, s = orbit
         # If s and −s are the same shift, each edge would be counted twice: the orbit has m/2 edges.
         half = a == c and 2 * s == self.m
@@ -191,7 +203,11 @@ class CandidateGraph:
         self._count(orbit, -1)
 
     def apply(self, move: Move) -> bool:
-        """Apply a move; if it is not allowed, leave the graph unchanged and return False."""
+        """Apply a move and return True, or return False if it is not allowed.
+
+        A move is not allowed if it adds a loop or an orbit that is present, or if the result
+        exceeds a limit. The edges then stay as they were, but the order of `orbits` may change.
+        """
         removed, added = move
         for orbit in removed:
             self.remove(orbit)
@@ -219,7 +235,11 @@ class CandidateGraph:
         return sorted(edges)
 
     def laplacian(self) -> np.ndarray:
-        """Return the blocks of the weighted Laplacian, (m//2 + 1, b, b); real for m ≤ 2."""
+        """Return the blocks of a Laplacian for frequencies 0 … m//2, (m//2 + 1, b, b).
+
+        It is the unweighted Laplacian for the weights "laplacian", and I − W for all others. The
+        blocks are real for m ≤ 2, and complex otherwise.
+        """
         smallest = min(self.degrees)
         largest = max(self.degrees)
         if self.task.weights == "laplacian":
@@ -236,7 +256,7 @@ class CandidateGraph:
         return blocks
 
     def extremes(self) -> tuple[float, float]:
-        """Return λ_2 and λ_max."""
+        """Return λ_2 and λ_max, the second smallest and the largest eigenvalue of `laplacian`."""
         values = np.linalg.eigvalsh(self.laplacian())
         low = values[0, 1] if self.b > 1 else np.inf
         if self.m > 1:
@@ -274,8 +294,9 @@ def fill(
 def random_move(plan: CandidateGraph, rng: np.random.Generator) -> Move | None:
     """Return a random move, or None if the drawn move would add the same orbit twice.
 
-    A move exchanges ends of two orbits, changes the shift of an orbit, or moves an orbit to other
-    nodes.
+    A move exchanges ends of two orbits, changes the shift of an orbit, moves an orbit to other
+    nodes, or adds an orbit if there are fewer edges than allowed. `CandidateGraph.apply` finds out
+    whether the move is allowed.
     """
     orbits = plan.orbits
     m = plan.m
@@ -327,13 +348,19 @@ class Screen:
 
     @staticmethod
     def _change(gaps: np.ndarray, vectors: np.ndarray, skip: int, width: float) -> np.ndarray:
-        """Return the change of an eigenvalue by an edge ij, Σ_k p_k (v_ki − v_kj)², (b, b).
+        """Return the change of an eigenvalue by each edge ij, Σ_k p_k (v_ki − v_kj)², (b, b).
 
         The sum includes eigenvalues close to it, with weights p_k ~ exp(−gap_k/width).
 
         The sum by which p is normalized leaves out the first `skip` vectors, but the result
         includes them: the constant vector (skip = 1) adds nothing to differences, and if λ_2 = 0 it
         cannot be distinguished from the other vectors of its eigenspace.
+
+        :param gaps: distance ≥ 0 of each eigenvalue from the one of interest, in ascending order of
+            the eigenvalues, (b,); a negative distance counts as 0
+        :param vectors: eigenvectors v_k as columns, in the same order, (b, b)
+        :param skip: number of leading vectors that do not count in the sum of the weights
+        :param width: distance at which the weight has fallen to 1/e
         """
         p = np.exp(-np.clip(gaps / width, 0.0, 50.0))
         product = (vectors * (p / p[skip:].sum())) @ vectors.T
@@ -341,10 +368,14 @@ class Screen:
         return square[:, None] + square[None, :] - 2 * product
 
     def move(self, plan: CandidateGraph, rng: np.random.Generator, heat: float) -> Move | None:
-        """Return the most promising move of a sample, up to noise of size `heat`.
+        """Return the most promising of `SAMPLE` random moves, or None if none of them is allowed.
 
-        If several moves are equally good, the first of them is returned; None if no move of the
-        sample is allowed.
+        If several moves are equally good, the first of them is returned.
+
+        :param plan: candidate from which this object was made
+        :param rng: random number generator
+        :param heat: scale of the Gumbel noise that is added to each estimated gain, in units of the
+            score
         """
         degrees = np.array(plan.degrees)
         free = (degrees < plan.task.degree).sum() > 1 and rng.random() < 0.5
@@ -362,7 +393,10 @@ class Screen:
         return [self.orbits[gone[best]] for gone in (i, *others)], added
 
     def _swaps(self, plan: CandidateGraph, degrees: np.ndarray, rng: np.random.Generator) -> tuple:
-        """Sample moves that replace edges ac and ef by af and ec, which changes no degree."""
+        """Sample moves that replace edges ac and ef by af and ec, which changes no degree.
+
+        The parameters and the result are described in :meth:`_puts`.
+        """
         i, j = rng.integers(len(self.ends), size=(2, SAMPLE))
         (a, c), (e, f) = self.ends[i].T, self.ends[j].T
         flip = rng.random(SAMPLE) < 0.5
@@ -372,9 +406,14 @@ class Screen:
     def _puts(self, plan: CandidateGraph, degrees: np.ndarray, rng: np.random.Generator) -> tuple:
         """Sample moves that replace edge ac by an edge xy between nodes of small degree.
 
-        The degrees of x and y are below the largest that is allowed.
+        Without ac, the degrees of x and y are below the largest that is allowed.
 
-        Removing ac reduces the degrees of a and c by one first.
+        :param plan: candidate
+        :param degrees: degree of each node of the candidate, (b,)
+        :param rng: random number generator
+        :return: index in `orbits` of the first removed edge; indices of further removed edges; both
+            ends of each added edge; and a mask of the moves that are allowed as far as degrees and
+            removed edges decide. Each array has one element per move, (SAMPLE,)
         """
         i = rng.integers(len(self.ends), size=SAMPLE)
         x, y = rng.integers(plan.b, size=(2, SAMPLE))
@@ -402,7 +441,7 @@ def anneal(
     :param until: used fraction of the budget at which annealing ends
     :param heat: temperatures at the start and at the end
     :param on_accepted: function that is called as on_accepted(plan, score) for each accepted
-        candidate. Candidates with an equal score are always accepted
+        candidate, and for ``plan`` at the start. Candidates with an equal score are always accepted
     """
     current = plan.task.score(*plan.extremes())
     on_accepted(plan, current)

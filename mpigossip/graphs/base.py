@@ -46,7 +46,7 @@ def random_words(key: tuple[int, ...], count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Cycle:
-    """Rounds that repeat in a fixed order."""
+    """Rounds that repeat in a fixed order; the constructor shortens them to their least period."""
 
     rounds: tuple[Round, ...]
 
@@ -110,7 +110,10 @@ def _drawn(drawn: "Drawn", t: int) -> Round:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Endless sequence of rounds, each made by the module-level function draw(n, seed, t)."""
+    """Endless sequence of rounds: round t is draw(n, seed, t), with the slack ``kappa``.
+
+    `rounds` holds the first SAMPLED_ROUNDS rounds only.
+    """
 
     draw: Callable[[int, int, int], Round]
     n: int
@@ -133,9 +136,10 @@ Schedule = Cycle | Shuffled | Drawn
 class Graph:
     """Sequence of mixing matrices W(t) of rounds t = 0, 1, 2, …; made by :func:`mpigossip.graph`.
 
-    Two graphs are equal if their schedules are: the same rounds with the same weights in the same
-    order of summation. The name does not count. Rounds ``t`` and nodes ``i``, ``j`` are counted
-    from 0.
+    Two graphs are equal if their schedules and their `times` are equal: the same rounds with the
+    same weights in the same order of summation. The name and the options do not count. Rounds ``t``
+    and nodes ``i``, ``j`` are counted from 0. The constructor raises GraphError if there is no
+    round, or if neither the rows nor the columns of a round sum to one.
     """
 
     schedule: Schedule
@@ -182,28 +186,36 @@ class Graph:
 
     @property
     def period(self) -> int | None:
-        """Number of rounds after which the graph repeats; None if rounds are drawn."""
+        """Number of rounds after which the graph repeats; None if rounds are drawn or shuffled."""
         period = self.schedule.period
         return period if period in (None, 1) else period * self.times
 
     @cached_property
     def degree(self) -> int:
-        """Largest number of in-neighbours of a node in any round, for which inboxes have memory."""
+        """Largest number of in-neighbours of a node in any round, for which inboxes have memory.
+
+        For drawn rounds, it is `stated`, or else the largest number in the first SAMPLED_ROUNDS.
+        """
         return self.stated or max(r.degree for r in self.schedule.rounds)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of neighbours, in the order of summation, and weights of the first 64 rounds."""
+        """SHA-256 of neighbours, in the order of summation, and weights of the first 64 rounds.
+
+        A graph with a shorter period has the SHA-256 of one period.
+        """
         rounds = map(self.round, range(min(64, self.period or 64)))
         keys = [r._key() if isinstance(r, SparseMatrix) else r for r in rounds]
         return hashlib.sha256(repr(keys).encode()).hexdigest()
 
     @cached_property
     def facts(self) -> frozenset[str]:
-        """Facts that hold in every round, computed from the weights.
+        """Facts about the graph, computed from its weights.
 
         Possible facts are "static", "symmetric", "row-stochastic" (rows sum to one),
-        "column-stochastic" (columns sum to one), and "signed" (some weight is negative).
+        "column-stochastic" (columns sum to one), and "signed" (some weight of some round is
+        negative). All facts except "signed" hold in every round. For drawn rounds, they are
+        computed from the first SAMPLED_ROUNDS.
         """
         rounds = self.schedule.rounds
         limit = TOLERANCE * max(self.n, 10)
@@ -223,7 +235,7 @@ class Graph:
 
     @cached_property
     def complete(self) -> bool:
-        """Return whether every round is the exact average, W = 11ᵀ/n."""
+        """Return whether every round is the exact average, W = 11ᵀ/n; False for drawn rounds."""
         edges = self.n * (self.n - 1)
         has_facts = self.doubly_stochastic and isinstance(self.schedule, Cycle | Shuffled)
         return has_facts and all(
@@ -232,7 +244,11 @@ class Graph:
         )
 
     def round(self, t: int) -> Round:
-        """Return round ``t`` as a `Circulant` or `SparseMatrix` value."""
+        """Return round ``t`` as a `Circulant` or `SparseMatrix` value.
+
+        :raises GraphError: if t < 0, or if a drawn round has a larger degree than stated, or rows
+            or columns that no longer sum to one
+        """
         t = operator.index(t)
         if t < 0:
             raise GraphError(f'graph "{self.name}": round {t} doesn\'t exist; rounds count from 0')
@@ -269,6 +285,7 @@ class Graph:
         """Return the graph of κW + (1−κ)I, which has larger own weights, for κ = ``kappa``.
 
         :param kappa: κ, from 1e-9 to 1
+        :raises GraphError: if κ is outside this range
         """
         if not 1e-9 <= kappa <= 1.0:
             raise GraphError(f"slack {kappa} is outside [1e-9, 1]; 1 leaves the weights unchanged")
@@ -332,8 +349,8 @@ def from_matrices(matrices: Sequence[np.ndarray] | np.ndarray, name: str = "matr
     :param matrices: matrices of shape (n, n); W[i, j] is the weight that node i gives to the
         message of node j
     :param name: name of the graph in messages
-    :raises GraphError: if a matrix is not square, not finite, or neither its rows nor its columns
-        sum to one
+    :raises GraphError: if there is no matrix, if a matrix is not square, not finite, or has another
+        shape than the first, or if neither its rows nor its columns sum to one
     """
     rounds = []
     for t, matrix in enumerate(matrices):
@@ -355,6 +372,8 @@ def in_order(rounds: Sequence[Round], order: str, seed: int) -> Graph:
     """Return the graph of ``rounds`` in the order "cyclic", "permuted" or "uniform".
 
     See `Cycle` for the first and `Shuffled` for the other two orders.
+
+    :raises GraphError: if there is no such order
     """
     if order not in ORDERS:
         raise GraphError(f'order "{order}" is unknown; choose one of {", ".join(ORDERS)}')

@@ -1,8 +1,9 @@
 """Textbook graphs and random graphs.
 
 Undirected graphs have Metropolis–Hastings weights W[i, j] = 1/(1 + max(d_i, d_j)), where d_i is the
-number of neighbours of node i, unless `graph.weights` names another rule. They are symmetric and
-doubly stochastic. Only "complete" computes the exact average; the other graphs converge to it.
+number of neighbours of node i, unless `graph.weights` names another rule. These weights are
+symmetric and doubly stochastic. Only "complete" computes the exact average for every n. The other
+graphs converge to it, except "identity", which never averages.
 """
 
 from collections.abc import Callable
@@ -48,9 +49,9 @@ def both_ways(n: int, distances: range) -> Graph:
 def ring(n: int, seed: int = 0) -> Graph:
     """Return the ring, W[i, i] = W[i, i−1] = W[i, i+1] = 1/3.
 
-    It is symmetric, with degree 2, period 1 and spectral gap 2/3 (1 − cos(2π/n)) = O(1/n²). It
-    converges to the average, but does not reach it. If n = 2, there is one neighbour, and all
-    weights are 1/2.
+    It is symmetric, with degree 2, period 1 and spectral gap 2/3 (1 − cos(2π/n)) = O(1/n²). For n >
+    3, it converges to the average, but does not reach it. If n = 2, there is one neighbour, all
+    weights are 1/2, and the spectral gap is 1.
     """
     return both_ways(n, range(1, 2))
 
@@ -63,6 +64,7 @@ def ring_lattice(n: int, seed: int = 0, *, degree: int = 4) -> Graph:
     :param n: number of nodes
     :param seed: not used
     :param degree: number of neighbours, even and < n
+    :raises GraphError: if the degree is odd or outside 2 … n−1
     """
     if degree < 2 or degree % 2 or degree >= n:
         raise GraphError(
@@ -92,6 +94,7 @@ def sides(name: str, n: int, rows: int | None) -> tuple[int, int]:
     :param name: name of the graph in messages
     :param n: number of nodes
     :param rows: number of rows; None: the largest divisor of n that is at most √n
+    :raises GraphError: if ``rows`` does not divide n
     """
     if rows is None:
         rows = max(d for d in range(1, int(n**0.5) + 1) if n % d == 0)
@@ -111,6 +114,7 @@ def grid(n: int, seed: int = 0, *, rows: int | None = None) -> Graph:
     :param seed: not used
     :param rows: number of rows; None: the largest divisor of n that is at most √n, so that a prime
         n gives a path
+    :raises GraphError: if ``rows`` does not divide n
     """
     _, columns = sides("grid", n, rows)
     right = [(i, i + 1) for i in range(n) if (i + 1) % columns]
@@ -121,11 +125,12 @@ def torus(n: int, seed: int = 0, *, rows: int | None = None) -> Graph:
     """Return the 2D torus, which is a grid that is closed in both directions.
 
     It has degree 4, or less if a side has length 1 or 2, period 1 and spectral gap O(1/n). If n is
-    prime, it is a ring.
+    prime, it is a ring, because it has one row.
 
     :param n: number of nodes
     :param seed: not used
     :param rows: number of rows; None: the largest divisor of n that is at most √n
+    :raises GraphError: if ``rows`` does not divide n
     """
     height, width = sides("torus", n, rows)
     edges = set()
@@ -139,8 +144,9 @@ def torus(n: int, seed: int = 0, *, rows: int | None = None) -> Graph:
 def hypercube(n: int, seed: int = 0) -> Graph:
     """Return the hypercube, in which neighbours are nodes whose numbers differ in one bit.
 
-    n must be a power of two. The graph has degree τ = log2 n, period 1, weights 1/(τ+1) and
-    spectral gap 2/(τ+1).
+    The graph has degree τ = log2 n, period 1, weights 1/(τ+1) and spectral gap 2/(τ+1).
+
+    :raises GraphError: if n is not a power of two
     """
     check_power_of_two("hypercube", n)
     bits = [2**k for k in range(rounds_needed(n))]
@@ -172,6 +178,7 @@ def erdos_renyi(n: int, seed: int = 0, *, probability: float | None = None) -> G
     :param seed: seed of the draw
     :param probability: probability of each edge; None: min(1, 2 ln n / n), which is twice the
         threshold of connectedness and gives a mean degree of about 2 ln n
+    :raises GraphError: if the probability is outside (0, 1], or no drawn graph is connected
     """
     import networkx
 
@@ -191,10 +198,10 @@ def erdos_renyi(n: int, seed: int = 0, *, probability: float | None = None) -> G
 
 
 def half_random(n: int, seed: int = 0) -> Graph:
-    """Return the 1/2-random graph, in which each pair of nodes is an edge with probability 1/2.
+    """Return the 1/2-random graph, in which each pair of nodes has an edge with probability 1/2.
 
-    The graph is drawn again until it is connected. It has degree about n/2, period 1 and spectral
-    gap O(1). Ying et al., NeurIPS 2021, compare exponential graphs with it.
+    The graph is drawn again until it is connected. It has mean degree about n/2, period 1 and
+    spectral gap O(1). Ying et al., NeurIPS 2021, compare exponential graphs with it.
     """
     return erdos_renyi(n, seed, probability=0.5)
 
@@ -208,6 +215,7 @@ def random_regular(n: int, seed: int = 0, *, degree: int = 4) -> Graph:
     :param n: number of nodes
     :param seed: seed of the draw
     :param degree: number of neighbours; n · degree must be even
+    :raises GraphError: if there is no connected graph of this degree, or none was drawn
     """
     import networkx
 

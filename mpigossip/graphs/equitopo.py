@@ -58,7 +58,8 @@ def d_equistatic(n: int, seed: int = 0, *, peers: int | None = None) -> Graph:
 
     :param n: number of nodes
     :param seed: seed of the draw
-    :param peers: number of draws; None: ⌈log2 n⌉
+    :param peers: number of draws, at least 1; None: ⌈log2 n⌉
+    :raises GraphError: if ``peers`` < 1, or if no draw connects all nodes
     """
     return _mean_of_basis(n, _distances("d-equistatic", n, seed, peers))
 
@@ -71,6 +72,7 @@ def u_equistatic(n: int, seed: int = 0, *, peers: int | None = None) -> Graph:
     :param n: number of nodes
     :param seed: seed of the draw
     :param peers: number of distances, as for :func:`d_equistatic`; None: ⌈log2 n⌉
+    :raises GraphError: as in :func:`d_equistatic`
     """
     distances = _distances("u-equistatic", n, seed, peers)
     return _mean_of_basis(n, np.concatenate((distances, n - distances)))
@@ -117,6 +119,7 @@ def od_equidyn(n: int, seed: int = 0, *, eta: float = 0.5) -> Graph:
     :param n: number of nodes
     :param seed: seed of the draws
     :param eta: η in (0, 1]
+    :raises GraphError: if η is outside (0, 1]
     """
     return Graph(Drawn(_one_basis, n, seed)).slack(_eta("od-equidyn", eta))
 
@@ -131,5 +134,6 @@ def ou_equidyn(n: int, seed: int = 0, *, eta: float = 0.5) -> Graph:
     :param n: number of nodes
     :param seed: seed of the draws
     :param eta: η in (0, 1]
+    :raises GraphError: if η is outside (0, 1]
     """
     return Graph(Drawn(_swept, n, seed)).slack(_eta("ou-equidyn", eta))

@@ -42,9 +42,9 @@ def from_behind(n: int, *distances: int) -> Circulant:
 def exponential(n: int, seed: int = 0) -> Graph:
     """Return the static exponential graph, W[i, i] = W[i, i − 2^k] = 1/(τ+1), k = 0 … τ−1.
 
-    τ = ⌈log2 n⌉ is the degree. The graph is directed and doubly stochastic, and has period 1. It
-    converges to the average, but does not reach it. The spectral gap is 2/(1+τ) for even n and
-    larger for odd n (Ying et al. 2021, proposition 1).
+    τ = ⌈log2 n⌉ is the degree. The graph is directed and doubly stochastic, and has period 1. For n
+    > 3, it converges to the average, but does not reach it. The spectral gap is 2/(1+τ) for even n
+    and larger for odd n (Ying et al. 2021, proposition 1).
     """
     return static(from_behind(n, *(2**k for k in range(rounds_needed(n)))))
 
@@ -52,15 +52,17 @@ def exponential(n: int, seed: int = 0) -> Graph:
 def one_peer_exponential(n: int, seed: int = 0, *, order: Order = "cyclic") -> Graph:
     """Return the one-peer exponential graph, W[i, i] = W[i, i − 2^k] = 1/2 with one k per round.
 
-    k < τ = ⌈log2 n⌉. The graph is directed and doubly stochastic, and has degree 1. If n = 2^τ, any
-    τ consecutive rounds in the order "cyclic" compute the exact average, and so do τ rounds in the
-    order "permuted" that begin at a multiple of τ (Ying et al. 2021, lemma 1). For other n, and in
-    the order "uniform", rounds only converge to the average; the graph "base-2" is exact for any n.
+    The numbers k are 0 … τ−1, with τ = ⌈log2 n⌉. The graph is directed and doubly stochastic, and
+    has degree 1. If n = 2^τ, any τ consecutive rounds in the order "cyclic" compute the exact
+    average, and so do τ rounds in the order "permuted" that begin at a multiple of τ (Ying et al.
+    2021, lemma 1). In the order "uniform", the average is exact as soon as each k has occurred. For
+    other n, rounds only converge to the average; the graph "base-2" is exact for any n.
 
     :param n: number of nodes
     :param seed: seed of the order
     :param order: "cyclic": k = t mod τ, period τ; "permuted": a permutation of all k, drawn again
         every τ rounds; "uniform": any k, drawn independently in each round
+    :raises GraphError: if there is no such order
     """
     return in_order([from_behind(n, 2**k) for k in range(rounds_needed(n))], order, seed)
 
@@ -68,13 +70,15 @@ def one_peer_exponential(n: int, seed: int = 0, *, order: Order = "cyclic") -> G
 def one_peer_hypercube(n: int, seed: int = 0, *, order: Order = "cyclic") -> Graph:
     """Return the one-peer hypercube, in which nodes i and i xor 2^k take their mean.
 
-    There is one k < τ = log2 n per round. n must be a power of two. The graph is symmetric and
-    doubly stochastic, and has degree 1; τ rounds compute the exact average. SGP and, for powers of
-    two, Decent-DP pair nodes in this way.
+    There is one k < τ = log2 n per round. The graph is symmetric and doubly stochastic, and has
+    degree 1. Rounds compute the exact average as soon as each k has occurred: in the order
+    "cyclic", these are any τ consecutive rounds. SGP and, for powers of two, Decent-DP pair nodes
+    in this way.
 
     :param n: number of nodes
     :param seed: seed of the order
     :param order: as for :func:`one_peer_exponential`
+    :raises GraphError: if n is not a power of two, or there is no such order
     """
     check_power_of_two("one-peer-hypercube", n)
     nodes = np.arange(n)
@@ -87,14 +91,15 @@ def p_peer_exponential(n: int, seed: int = 0, *, p: int = 2, order: Order = "cyc
 
     Node i takes the mean of the nodes i − d, d = 0, b^k, 2 b^k, …, p b^k, with b = p + 1 and one k
     < τ = ⌈log_b n⌉ per round. Distances d ≥ n are left out. The graph is directed and doubly
-    stochastic, with degree p and period τ. It computes the exact average in each period if n = m
-    b^(τ−1) with an integer 1 < m ≤ b, because the sums of one distance per round are then all
-    residues modulo n, equally often.
+    stochastic, with degree p and, in the order "cyclic", period τ. It then computes the exact
+    average in each period if n = m b^(τ−1) with an integer 1 < m ≤ b, because the sums of one
+    distance per round are then all residues modulo n, equally often.
 
     :param n: number of nodes
     :param seed: seed of the order
     :param p: number of peers per round; 1 gives the one-peer exponential graph
     :param order: as for :func:`one_peer_exponential`
+    :raises GraphError: if p < 1, or there is no such order
     """
     if p < 1:
         raise GraphError(
@@ -108,11 +113,13 @@ def p_peer_exponential(n: int, seed: int = 0, *, p: int = 2, order: Order = "cyc
 def alternating_exponential_ring(n: int, seed: int = 0) -> Graph:
     """Return the alternating exponential ring, which uses half of a hypercube's pairs per round.
 
-    The pairs i, i xor 2^k of all k are numbered consecutively. Pairs with odd numbers take their
-    mean in round 2k, pairs with even numbers in round 2k+1. The other nodes are idle in that round.
-    n must be a power of two. The graph is symmetric and doubly stochastic, with degree 1 and period
-    2 log2 n, and computes the exact average in each period. Source: Wang et al., From promise to
-    practice (Decent-DP), ICLR 2025, arXiv 2410.11998.
+    The pairs i, i xor 2^k of all k are numbered consecutively, from 0. Pairs with odd numbers take
+    their mean in round 2k, pairs with even numbers in round 2k+1. The other nodes are idle in that
+    round. The graph is symmetric and doubly stochastic, with degree 1 and period 2 log2 n, and
+    computes the exact average in each period. Source: Wang et al., From promise to practice
+    (Decent-DP), ICLR 2025, arXiv 2410.11998.
+
+    :raises GraphError: if n is not a power of two
     """
     check_power_of_two("alternating-exponential-ring", n)
     nodes = np.arange(n)

@@ -44,11 +44,14 @@ def _check(share: float, rounds: float, names: tuple[str, str]) -> None:
 class OnOff:
     """Items that are sometimes off, each in a fraction ``share`` of the rounds.
 
-    An item stays off for ``rounds`` consecutive rounds on average. It is a Markov chain of two
-    states: in each round, its state is drawn again with probability r, and is then off with
-    probability ``share``; otherwise it keeps its state. r follows from ``rounds`` = 1/(r (1 −
+    An item stays off for ``rounds`` consecutive rounds on average. Its state is a Markov chain: in
+    each round, the state is drawn again with probability r, and is then off with probability
+    ``share``; otherwise the item keeps its state. r follows from ``rounds`` = 1/(r (1 −
     share)). ``rounds`` = 0 stands for r = 1, so that the state is drawn again in each round. Any
     other number below 1/(1 − share) raises GraphError.
+
+    ``count`` is the number of items. ``key`` distinguishes the random numbers of these items from
+    all others, as in `random_words`.
     """
 
     share: float
@@ -66,7 +69,11 @@ class OnOff:
         return 1 / (self.rounds * (1 - self.share)) if self.rounds else 1.0
 
     def off(self, t: int) -> np.ndarray:
-        """Return a mask of the items that are off in round t, bool (count,)."""
+        """Return a mask of the items that are off in round t, bool (count,).
+
+        A call is fast if the last call was for round t − 1. Otherwise, earlier rounds are examined
+        until the last draw of each item is known.
+        """
         if not self.share:
             return np.zeros(self.count, bool)
         before = self._latest.get(t - 1)

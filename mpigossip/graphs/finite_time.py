@@ -1,6 +1,7 @@
-"""Sequences of sparse rounds that compute the exact average.
+"""Sequences of sparse rounds that compute the exact average after a finite number of rounds.
 
-These are the hyper-hypercube, Base-(k+1), trees, and the rounds of CECA.
+These are the hyper-hypercube, Base-(k+1) and trees. The rounds of CECA compute it only together
+with the algorithm `ceca`.
 
 Takezawa, Sato, Bao, Niwa, Yamada: Beyond Exponential Graph: Communication-Efficient Topologies for
 Decentralized Learning via Finite-time Convergence, NeurIPS 2023. In the graphs of this paper, a
@@ -116,8 +117,8 @@ def _pull(
     """Add edges from each node of blocks[1:] to one node of each sub-block of blocks[0].
 
     `subs` are these sub-blocks. The remaining nodes of blocks[0] hold the same value, and form
-    cliques (the inner edges of the paper). The cliques do not change the average, but they mix
-    values further if the nodes take gradient steps between the rounds.
+    cliques of at most k+1 nodes (the inner edges of the paper). The cliques do not change the
+    average, but they mix values further if the nodes take gradient steps between the rounds.
     """
     later = [i for block in blocks[1:] for i in block]
     weight = len(blocks[0]) / (len(blocks[0]) + len(later)) / len(subs)
@@ -176,6 +177,7 @@ def hyper_hypercube(n: int, seed: int = 0, *, p: int = 1) -> Graph:
     :param n: number of nodes, without prime factors above p+1
     :param seed: not used
     :param p: largest number of peers per round
+    :raises GraphError: if p < 1, or n has a prime factor above p+1
     """
     if p < 1:
         raise GraphError(
@@ -192,7 +194,7 @@ def hyper_hypercube(n: int, seed: int = 0, *, p: int = 1) -> Graph:
 
 
 def base(k: int) -> Callable[..., Graph]:
-    """Return the builder of the Base-(k+1) graph."""
+    """Return the builder of the Base-(k+1) graph, in which a node has at most k peers per round."""
 
     def build(n: int, seed: int = 0) -> Graph:
         return _graph(n, _base(n, k))
@@ -200,7 +202,8 @@ def base(k: int) -> Callable[..., Graph]:
     build.__doc__ = f"""Return the Base-{k + 1} graph, which is exact for any n.
 
     Its rounds are symmetric, of degree ≤ {k}. The period is at most 2
-    log_{k + 1} n + 2, and each period is the exact average. `_simple_base` describes the weights.
+    log_{k + 1} n + 2, and each period computes the exact average. `_simple_base` describes the
+    weights.
     Takezawa et al., NeurIPS 2023, algorithm 3 with k = {k}.
     """
     return build
@@ -247,7 +250,9 @@ def _depth(parents: Sequence[int], i: int) -> int:
 def breadth_first(over: Graph) -> list[int]:
     """Return the parent of each node in the breadth-first tree of least depth, −1 for the root.
 
-    The tree uses the edges of all rounds of ``over``.
+    The tree uses the edges of all rounds of ``over``, in both directions.
+
+    :raises GraphError: if ``over`` is not connected
     """
     from scipy.sparse import csgraph
 

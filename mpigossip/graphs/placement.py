@@ -34,8 +34,11 @@ def usage(graph: Graph) -> Any:
 def cross_rack_fraction(graph: Graph, racks: Sequence[Hashable]) -> float:
     """Return the fraction of a graph's messages that are sent from a rack to another.
 
+    The fraction is 0 if no messages are sent.
+
     :param graph: graph over the ranks
-    :param racks: rack of each node
+    :param racks: rack of each rank
+    :raises GraphError: if the number of racks is not the number of nodes
     """
     counts = usage(graph)
     label = _labels(racks, graph.n)
@@ -48,7 +51,7 @@ def renumber_for_racks(
 ) -> Graph:
     """Return the graph, renumbered so that few messages cross between racks.
 
-    :func:`graph_nodes_for` has the same parameters.
+    :func:`graph_nodes_for` has the same parameters and describes the search.
     """
     return renumbered(graph, graph_nodes_for(graph, racks, order))
 
@@ -60,13 +63,15 @@ def graph_nodes_for(
 
     The search starts once with node i for rank i, and once with the ranks in the order ``order``.
     It swaps the graph nodes of two ranks as long as this reduces the number of messages between
-    racks. The better of both results is returned. A graph that is drawn in each round is not
-    renumbered, because all of its nodes are equivalent. The time of a swap grows with n², so one
-    rank should compute the result for all. The memory grows with the number of edges.
+    racks, up to a limit of work for large n. The better of both results is returned. A graph that
+    is drawn in each round is not renumbered, because all of its nodes are equivalent. The time of a
+    swap grows with n², so one rank should compute the result for all. The memory grows with the
+    number of edges.
 
     :param graph: graph to renumber
     :param racks: rack of each rank
     :param order: order of the ranks for the second starting point; None: by rack
+    :raises GraphError: if the number of racks is not the number of nodes
     """
     label = _labels(racks, graph.n)
     if isinstance(graph.schedule, Drawn) or graph.n < 3:
@@ -162,7 +167,10 @@ def _best_swap(counts: Any, rack_of: np.ndarray) -> tuple[float, int, int]:
 
 
 def renumbered(graph: Graph, places: Sequence[int] | np.ndarray) -> Graph:
-    """Return the graph whose node i is node ``places[i]`` of the given graph."""
+    """Return the graph whose node i is node ``places[i]`` of the given graph.
+
+    :raises GraphError: if the rounds of the graph are drawn, and ``places`` is not 0 … n−1
+    """
     where = np.asarray(places, np.int64)
     if np.array_equal(where, np.arange(graph.n)):
         return graph

@@ -1,7 +1,8 @@
 """Rounds of averaging; each is a mixing matrix W, stored as a circulant or as sparse rows.
 
-Both classes have the same methods, such as `neighbours(i)`, `receivers(j)` and `apply(x)`, which
-take time proportional to the degree. W[i, j] is the weight that node i gives to the message of j.
+Both classes have the same methods. `neighbours(i)` and, after its first call, `receivers(j)` take
+time proportional to the degree, and `apply(x)` takes time proportional to the number of edges.
+W[i, j] is the weight that node i gives to the message of j.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,9 @@ from functools import cached_property
 import numpy as np
 
 TOLERANCE = 1e-12
-"""Tolerance with which sums of weights are compared with one, and weights with each other."""
+"""Tolerance with which weights are compared with each other. It is multiplied by max(n, 10) if a
+sum of n weights is compared with one.
+"""
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:
@@ -138,8 +141,9 @@ class SparseMatrix:
     ) -> "SparseMatrix":
         """Return the round with W[receivers[e], senders[e]] = weights[e] and the diagonal `own`.
 
-        If `own` is None, the diagonal makes each row sum to one. Each pair of a receiver and a
-        sender may occur once, and no edge may lead from a node to itself.
+        If `own` is None, the diagonal makes each row sum to one. A number as `weights` is the
+        weight of all edges. Each pair of a receiver and a sender may occur once, and no edge may
+        lead from a node to itself; this is not checked.
         """
         to = np.asarray(receivers, np.int64)
         source = np.asarray(senders, np.int64)
@@ -260,7 +264,7 @@ def paired(partner: np.ndarray, weight: float = 0.5) -> SparseMatrix:
     """Return a matching: W[i, partner[i]] = weight, W[i, i] = 1 − weight.
 
     :param partner: partner of each node, (n,), with partner[partner[i]] = i; a node i with
-        partner[i] = i is idle
+        partner[i] = i is idle and has the own weight 1
     :param weight: weight that partners give each other
     """
     nodes = np.arange(len(partner))

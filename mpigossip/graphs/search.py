@@ -49,7 +49,10 @@ class SearchResult:
     `score` is λ_{n−1}/λ_1, the ratio of the smallest non-zero eigenvalue of the Laplacian to the
     largest, for the weights "laplacian", and 1 − ρ(W − 11ᵀ/n) for other weights. `spectrum` holds
     the eigenvalues of the unweighted Laplacian, ascending. `history` has a row (seconds, judged
-    graphs, score) for each improvement.
+    graphs, score) for each improvement. `degree` and `budget` are the largest degree and the
+    largest number of edges that were allowed, and may be larger than in the graph. `seconds` and
+    `evaluations` are the time and the number of judged graphs that the search used. `interrupted`
+    is whether Ctrl-C ended the search.
     """
 
     n: int
@@ -112,10 +115,11 @@ def task_of(n: int, degree: int | None, edges: int | None, weights: str) -> Sear
     :param degree: largest number of neighbours of a node; None: no limit
     :param edges: largest number of edges; None: no limit
     :param weights: name of the rule of weights, one of `WEIGHTS`
-    :raises GraphError: if no graph fits these limits
+    :raises GraphError: if no connected graph fits these limits, if none of both limits is given, or
+        if the rule is not one of `WEIGHTS`
     """
     if n < 2:
-        raise GraphError(f"n = {n}: a search needs at least 2 nodes")
+        raise GraphError(f"n = {n}: a search needs at least 2 nodes; raise n")
     if degree is None and edges is None:
         raise GraphError("a search needs a budget: give the degree, the number of edges, or both")
     if weights not in WEIGHTS:
@@ -124,7 +128,9 @@ def task_of(n: int, degree: int | None, edges: int | None, weights: str) -> Sear
         )
     for value, what, limit in ((degree, "degree", n - 1), (edges, "edges", n * (n - 1) // 2)):
         if value is not None and value > limit:
-            raise GraphError(f"{what} = {value}: a graph of {n} nodes has at most {limit}")
+            raise GraphError(
+                f"{what} = {value}: a graph of {n} nodes has at most {limit}; reduce {what}"
+            )
     degree = n - 1 if degree is None else degree
     largest_edges = n * degree // 2
     edges = largest_edges if edges is None else min(edges, largest_edges)
@@ -165,7 +171,8 @@ def search(
         the result depends on the seed only, not on the processor
     :param seed: seed of all random numbers
     :param progress: function that is called about twice per second; see `Progress`
-    :raises GraphError: if no connected graph fits the limits
+    :raises GraphError: if an argument is invalid, if no connected graph fits the limits, or if the
+        search ended before it found one
     """
     task = task_of(n, degree, edges, weights)
     if seconds is None and evaluations is None:
@@ -209,7 +216,13 @@ def _run(task: SearchTask, budget: Budget, best: _Best, rng: np.random.Generator
     """Score circulant graphs, then anneal candidates without symmetry and with cyclic symmetries.
 
     Candidates without symmetry are annealed before and after those with a symmetry. Finally, the
-    best graph is annealed at a low temperature.
+    best graph is annealed at a low temperature. If the limits allow the complete graph, only random
+    candidates are scored, because filling them up to the limits gives the complete graph.
+
+    :param task: task of the search
+    :param budget: budget, whose used amounts are updated
+    :param best: best candidate so far, updated
+    :param rng: random number generator
     """
     n = task.n
     path = CandidateGraph(task, 1)
@@ -254,11 +267,12 @@ def _circulant_edges(n: int, jumps: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def _jump_sets(n: int, degree: int) -> Iterable[tuple[int, ...]]:
-    """Return sets of jumps that cover all circulant graphs of a degree.
+    """Yield sets of jumps that cover all circulant graphs of a degree.
 
     A circulant graph with jump s connects each node i with node (i + s) modulo n. Multiplying all
     jumps by a number without a common divisor with n only renumbers the nodes, so only sets with a
-    jump that divides n are returned.
+    jump that divides n are needed. If n and the degree are odd, there is no such graph, and the
+    sets have one neighbour less.
     """
     halves, odd = divmod(degree, 2)
     half = (n // 2,) if odd and n % 2 == 0 else ()
@@ -299,15 +313,17 @@ def search_circulants(
 ) -> SearchResult:
     """Search all circulant graphs of a degree for the one that averages fastest.
 
-    In a circulant graph, each node i has neighbours at the same distances ±s, modulo n.
+    In a circulant graph, each node i has neighbours at the same distances ±s, modulo n. Ctrl-C ends
+    the search early with the best graph so far.
 
     :param n: number of nodes
-    :param degree: number of neighbours
+    :param degree: number of neighbours of each node
     :param edges: largest number of edges; None: no limit
     :param weights: as in :func:`search`
     :param limit: largest number of sets of distances that may be tried
     :param progress: function that is called about twice per second; see `Progress`
-    :raises GraphError: if there are more sets of distances than ``limit``, or no graph is connected
+    :raises GraphError: if an argument is invalid, if n and ``degree`` are odd, if there are more
+        sets of distances than ``limit``, or if no graph within the limits is connected
     """
     task = task_of(n, degree, edges, weights)
     if task.degree % 2 and n % 2:
@@ -319,7 +335,7 @@ def search_circulants(
     if count > limit:
         raise GraphError(
             f"{count} circulant graphs of {n} nodes and degree {degree} are more than the limit "
-            f"{limit}; raise it, or use the annealing search"
+            f"limit = {limit}; raise limit, or search all graphs by annealing"
         )
     budget = Budget(None, max(1, count))
     best = _Best(task, budget, progress)
@@ -337,7 +353,10 @@ def search_circulants(
 
 
 def save(result: SearchResult, path: str | Path) -> Path:
-    """Write the result of a search as JSON, either completely or not at all."""
+    """Write the result of a search as JSON, either completely or not at all; return the path.
+
+    :raises GraphError: if the file can't be written, or its suffix is not .json
+    """
     from mpigossip.store import StoreError, hdf5
 
     path = Path(path)

@@ -43,7 +43,7 @@ VANISHED = 1e-12
 
 
 def horizon(graph: Graph) -> int:
-    """Return the number of rounds to examine: one period, or ⌈log2 n⌉ (≥ 1) for drawn graphs."""
+    """Return the number of rounds to examine: one period, or ⌈log2 n⌉ (≥ 1) if there is none."""
     return graph.period or max(1, rounds_needed(graph.n))
 
 
@@ -86,6 +86,8 @@ def spectral_gap(graph: Graph) -> float:
     """Return the spectral gap 1 − ρ(W − 11ᵀ/n) of a static graph.
 
     It is 1 for the complete graph, and 0 if the graph is not connected.
+
+    :raises GraphError: if the graph is not static
     """
     if graph.period != 1:
         raise GraphError(
@@ -99,11 +101,12 @@ def consensus_rate(graph: Graph, rounds: int | None = None) -> float:
     """Return the factor by which a round reduces disagreement in the long run.
 
     Let J = 11ᵀ/n, and Π W the product of rounds. For a periodic graph, the factor is ρ(Π W −
-    J)^(1/period), which is 0 if the graph computes the exact average after some rounds. For a drawn
-    graph, it is the estimate ‖Π W − J‖_2^(1/rounds), which depends on the seed of the graph.
+    J)^(1/period), which is 0 if the graph computes the exact average after some rounds. For a graph
+    without a period, it is the estimate ‖Π W − J‖_2^(1/rounds), which depends on the graph's seed.
 
     :param graph: graph to examine
-    :param rounds: number of rounds of the estimate; None: four times the :func:`horizon`
+    :param rounds: number of rounds of the estimate, not used for a graph with a period; None: four
+        times the :func:`horizon`
     """
     if graph.n == 1:
         return 0.0
@@ -200,7 +203,7 @@ def residue(graph: Graph, rounds: int | None = None, start: int = 0) -> float:
 
 
 def _norm(product: list[Round]) -> float:
-    """Return ‖Π W − J‖_2 of the rounds."""
+    """Return ‖Π W − J‖_2 of the rounds, and 1 if there are none."""
     if not product:
         return 1.0
     if circulants := _circulants(product):
@@ -227,7 +230,7 @@ def _norm_iterated(product: list[Round]) -> float:
 
     start = np.random.default_rng(0).standard_normal(n)
     seen = np.sqrt(np.linalg.norm(squared(start)) / np.linalg.norm(start))
-    # Only rounding errors are left, with which the iteration would not converge.
+    # Such a small norm consists of rounding errors, with which the iteration would not converge.
     if seen <= EXACT:
         return float(seen)
     from scipy.sparse.linalg import LinearOperator, eigsh
@@ -258,7 +261,9 @@ def residues(graph: Graph, rounds: int, start: int = 0) -> np.ndarray:
 
 
 def rounds_to_exact(graph: Graph, start: int = 0, limit: int | None = None) -> int | None:
-    """Return the smallest number of rounds that compute the exact average; None if there is none.
+    """Return the smallest number of rounds that compute the exact average, or None.
+
+    None means that no number up to ``limit`` does, so that the graph probably only converges.
 
     EXACT and BEFORE describe how the exact average is distinguished from convergence to it.
 
@@ -307,7 +312,7 @@ def mean_square_contraction(graph: Graph, rounds: int | None = None) -> float:
     It is the largest eigenvalue of the mean of (W − J)ᵀ(W − J) over rounds, with J = 11ᵀ/n.
 
     :param graph: graph to examine
-    :param rounds: number of rounds; None: one period, or 64 n rounds of a drawn graph
+    :param rounds: number of rounds; None: one period, or 64 n rounds if there is none
     """
     n = graph.n
     product = _rounds(graph, rounds or graph.period or 64 * n)
@@ -328,11 +333,12 @@ def effective_neighbours(graph: Graph, gamma: float = 0.951) -> float:
     variance of a random walk with decay γ. For static symmetric W this is the definition of Vogels,
     Hendrikx and Jaggi (Beyond spectral gap, JMLR 24, 2023): (1/(1−γ)) / (1/n Σ λ_i²/(1 − λ_i² γ)).
     For graphs that are not static, the sum is averaged over first rounds s: up to 16 rounds of a
-    period, or four rounds of a drawn graph. Above 256 nodes, norms of rounds that are not circulant
-    are estimated from 32 columns.
+    period, or four rounds if there is no period. Above 256 nodes, norms of rounds that are not
+    circulant are estimated from 32 columns.
 
     :param graph: graph to examine
     :param gamma: γ in [0, 1); the default is the value that Vogels et al. fitted for 32 nodes
+    :raises GraphError: if γ is outside [0, 1)
     """
     if not 0.0 <= gamma < 1.0:
         raise GraphError(f"gamma = {gamma} is outside [0, 1); omit it for the default, 0.951")

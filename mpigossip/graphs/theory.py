@@ -113,6 +113,7 @@ def lower_bound(
     :param n: number of nodes
     :param batch: B, number of gradients per node and iteration
     :param diameter: D, diameter of the graph; None: the graph is not connected, which is an error
+    :raises GraphError: if the graph is not connected, ``noise`` < 0, or another value is not > 0
     """
     if diameter is None or diameter < 0:
         raise GraphError(f"diameter = {diameter}: a lower bound needs a connected graph; add edges")
@@ -136,6 +137,7 @@ def gossip_lower_bound(
     :param n: number of nodes
     :param batch: B, number of gradients per node and iteration
     :param lam: λ = max(|λ_2|, |λ_n|) < 1 of W
+    :raises GraphError: if λ is outside [0, 1), ``noise`` < 0, or another value is not > 0
     """
     if not 0.0 <= lam < 1.0:
         raise GraphError(f"λ = {lam}: a gossip bound needs λ in [0, 1); use a graph that averages")
@@ -154,7 +156,10 @@ def gradient_floor(
 ) -> np.ndarray:
     """Return the smallest possible E ‖∇f(x̄)‖² after ``steps`` steps.
 
-    This is :func:`lower_bound` solved for ε²; the other parameters are described there.
+    This is :func:`lower_bound` solved for ε²; the other parameters and the errors are described
+    there.
+
+    :param steps: numbers of steps, > 0, an array of any shape, which the result has, too
     """
     once = lower_bound(delta, smoothness, 0.0, 1.0, n, batch, diameter)  # ΔLD
     noisy = _sample_term(delta, smoothness, noise, 1.0, n, batch)

@@ -80,6 +80,8 @@ def from_networkx(network: Any, weights: str | None = None, name: str = "network
         weights, with own weights that make the rows sum to one, and otherwise
         "metropolis-hastings", or "uniform" for directed graphs
     :param name: name of the graph in messages
+    :raises GraphError: if the graph has no nodes, a weight is not a number, or the rule is unknown
+        or cannot be applied to the graph
     """
     return static(_round(network, weights, _order(network)), name)
 
@@ -92,6 +94,8 @@ def from_sequence(
     :param items: networkx graphs, or matrices of shape (n, n)
     :param weights: rule for networkx graphs, as in :func:`from_networkx`
     :param name: name of the graph in messages
+    :raises GraphError: if networkx graphs have different nodes or are mixed with matrices, or if an
+        item is no valid graph or matrix
     """
     items = list(items)
     if not any(is_network(item) for item in items):
@@ -116,7 +120,7 @@ def from_sequence(
 def from_value(value: Any) -> Graph:
     """Return the graph of a networkx graph, a mixing matrix, or a sequence of either.
 
-    A `Graph` is returned unchanged.
+    A `Graph` is returned unchanged, and a round becomes a static graph.
 
     :raises GraphError: if the value has another type, or is no valid graph
     """
@@ -137,6 +141,12 @@ def _call(function: Callable, name: str, options: Mapping[str, Any], **arguments
 
     The function is called with all ``options``, and with those ``arguments`` for which it has
     parameters.
+
+    :param function: function of a user
+    :param name: name of the function in messages
+    :param options: options of the graph that the user has set
+    :param arguments: n, seed and, for a function that returns one round, t
+    :raises GraphError: if the function raises an error or returns no graph
     """
     try:
         return from_value(call_factory(function, arguments, options))
@@ -230,7 +240,7 @@ def from_file(path: str | Path) -> Graph:
         return from_networkx(_network(path), name=name)
     if path.suffix != ".json":
         suffixes = f"use .json, {', '.join(NETWORKX)}"
-        suffixes += "; .h5 was removed: `graph search --out FILE.json`" * (path.suffix == ".h5")
+        suffixes += "; .h5 was removed, use `graph search --out FILE.json`" * (path.suffix == ".h5")
         raise GraphError(f'graph file "{path}" has an unknown suffix; {suffixes}')
     with _opened(path) as file:
         content = json.load(file)
@@ -298,6 +308,10 @@ def _edges(edges: Any, n: int, directed: bool, path: Path) -> SparseMatrix:
 
 
 def _network(path: Path) -> Any:
+    """Return the networkx graph in a file, with the nodes 0 … n−1.
+
+    Labels that are these numbers are kept; other labels are numbered in ascending order.
+    """
     import networkx
 
     reader = getattr(networkx, f"read_{path.suffix[1:]}")

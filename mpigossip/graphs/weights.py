@@ -1,8 +1,9 @@
 """Rules that assign weights to the edges of a graph, by name.
 
-A rule is a function that returns a round with the same edges and new weights. In this module, d_i
-is the number of in-neighbours of node i, not counting the node itself. L = D − A is the Laplacian
-of undirected edges, with the eigenvalues λ_1 ≥ … ≥ λ_{n−1} > λ_n = 0, and J = 11ᵀ/n.
+A rule is a function that returns a round with the same edges and new weights. All rules except
+"uniform" and "push" need undirected edges and raise GraphError for other rounds. In this module,
+d_i is the number of in-neighbours of node i, not counting the node itself. L = D − A is the
+Laplacian of undirected edges, with the eigenvalues λ_1 ≥ … ≥ λ_{n−1} > λ_n = 0, and J = 11ᵀ/n.
 """
 
 from collections.abc import Callable, Iterable
@@ -92,7 +93,7 @@ def push(r: Round) -> Round:
 
 
 def max_degree(r: Round) -> Round:
-    """Return the round with W[i, j] = 1/(1 + largest degree), which is doubly stochastic."""
+    """Return the round with W[i, j] = 1/(1 + largest degree of all nodes), doubly stochastic."""
     _undirected(r, "max-degree")
     return _with(r, 1.0 / (1 + r.degree))
 
@@ -122,11 +123,12 @@ def laplacian_spectrum(r: Round) -> np.ndarray:
 def laplacian(r: Round) -> Round:
     """Return the round with W = I − αL and the best constant α, where L is the Laplacian.
 
-    Let λ_1 be the largest and λ_{n−1} the smallest non-zero eigenvalue of L, and r = λ_{n−1}/λ_1. α
-    = 2/(λ_1 + λ_{n−1}) gives ρ(W − 11ᵀ/n) = (1−r)/(1+r) (Xiao and Boyd, Fast linear iterations for
-    distributed averaging, 2004; Jameel et al., PAKDD 2020). The own weight of a node of degree d is
-    1 − αd and may be negative; the graph then has the fact "signed". The graph need not be
-    connected.
+    Let λ_1 be the largest and λ_{n−1} the smallest non-zero eigenvalue of L, and r = λ_{n−1}/λ_1.
+    The constant α = 2/(λ_1 + λ_{n−1}) gives ρ(W − 11ᵀ/n) = (1−r)/(1+r) for a connected graph (Xiao
+    and Boyd, Fast linear iterations for distributed averaging, 2004; Jameel et al., PAKDD 2020).
+    The own weight of a node of degree d is 1 − αd and may be negative; the graph then has the fact
+    "signed". A graph that is not connected averages each of its components in this way, and one
+    without edges has W = I.
     """
     _undirected(r, "laplacian")
     spectrum = laplacian_spectrum(r)
@@ -139,6 +141,8 @@ def fmmc(r: Round) -> Round:
 
     Its weights minimize ρ(W − 11ᵀ/n) over symmetric W ≥ 0 (Boyd, Diaconis, Xiao, SIAM Review 2004).
     They are the solution of a semidefinite program, which cvxpy solves.
+
+    :raises GraphError: if an edge is directed, cvxpy is not installed, or finds no solution
     """
     _undirected(r, "fmmc")
     return _solved(r, signed=False)
@@ -149,6 +153,8 @@ def fdla(r: Round) -> Round:
 
     Its weights minimize ρ(W − 11ᵀ/n) over all symmetric W (Xiao and Boyd 2004). It is never slower
     than the rule "fmmc", but weights may be negative, which the fact "signed" states.
+
+    :raises GraphError: if an edge is directed, cvxpy is not installed, or finds no solution
     """
     _undirected(r, "fdla")
     return _solved(r, signed=True)
@@ -163,6 +169,7 @@ def _solved(r: Round, signed: bool) -> Round:
 
     :param r: round
     :param signed: whether weights may be negative
+    :raises GraphError: if cvxpy is not installed or finds no solution
     """
     try:
         import cvxpy
@@ -224,7 +231,11 @@ def rule(name: str) -> Callable[[Round], Round]:
 
 
 def reweighted(graph: Graph, name: str) -> Graph:
-    """Return the graph with the edges of each round weighted by the rule ``name``."""
+    """Return the graph with the edges of each round weighted by the rule ``name``.
+
+    :raises GraphError: if there is no such rule, if the rule cannot be applied to a round, or if
+        the rounds are drawn
+    """
     change = rule(name)
     if isinstance(graph.schedule, Drawn):
         raise GraphError(

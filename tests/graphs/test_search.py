@@ -120,7 +120,7 @@ def test_circulant_search_finds_the_best_of_all(n, degree):
     ("options", "message"),
     [
         ({"n": 9, "degree": 3}, "odd degree 3"),
-        ({"n": 64, "degree": 8, "limit": 100}, "limit 100"),
+        ({"n": 64, "degree": 8, "limit": 100}, "limit = 100"),
         ({"n": 12, "degree": 4, "edges": 20}, "20 edges"),
     ],
 )
