@@ -21,7 +21,10 @@ PIECE = 1 << 22
 def node_file(path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
     """Open the file of a node or slot, check it, and yield its arrays and groups by path.
 
-    Its size, checksum and structure are checked.
+    :param path: folder of the file
+    :param entry: entry of the file in a manifest
+    :raises StoreError: if the file is missing, or if its size, checksum or structure is not as
+        expected
     """
     file_path = Path(path) / entry.file
     with reading(file_path):
