@@ -21,12 +21,13 @@ from mpigossip.config.toml import near
 
 WORD = r"[A-Za-z0-9_][A-Za-z0-9_.,:+@=/-]*"
 EARLY_S = 180
-"""Seconds before the end at which the scheduler sends SIGUSR2, for jobs of at least `EARLY_FROM_S`.
+"""Seconds before the end at which Slurm sends SIGUSR2, for jobs of at least `EARLY_FROM_S`.
 
 Slurm may send it up to a minute earlier. Shorter jobs get no signal: the run itself stops in time
 before the end of its allocation.
 """
 EARLY_FROM_S = 1800
+"""Shortest time limit, in seconds, of a job that gets the signal."""
 
 Line = Annotated[str, Limit(str.isprintable, "must be one line of printable text")]
 Module = Annotated[
@@ -101,7 +102,9 @@ class BatchRequest:
     """The user's request for a batch job, apart from the job file."""
 
     nodes: int
+    """Number of hosts."""
     seconds: int
+    """Time limit of the job."""
     ranks: int = 1
     """Number of ranks per host."""
     name: str = "mpigossip"
@@ -156,7 +159,8 @@ def read_site(name: str) -> Site:
         raise JobError([f'site "{path}": {text}' for text in error.messages]) from None
     tables = (site.environment, *(workaround.environment for workaround in site.workarounds))
     problems = [
-        f'site "{path}": environment: {key!r} = {value!r}: needs a name and a line of text'
+        f'site "{path}": environment: {key!r} = {value!r}: must be a name of letters, digits and '
+        "_, and one line of text in quotes"
         for key, value in (pair for table in tables for pair in table.items())
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key)
         or not (isinstance(value, str) and value.isprintable())
@@ -231,7 +235,11 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, request: Ba
 
 
 def assigns_gpus(site: Site) -> bool:
-    """Return whether a job on this site gets GPUs; without a request, it gets none from Slurm."""
+    """Return whether a job on this site may get GPUs.
+
+    Slurm assigns none, unless the site's file states a number of GPUs or has a directive that names
+    them. With other schedulers, a job may always get GPUs.
+    """
     return site.scheduler != "slurm" or site.gpus > 0 or _names_gpus(site)
 
 

@@ -39,8 +39,9 @@ def bounded_call(comm: MPI.Comm, call: str, timeout_s: float) -> Iterator[None]:
     A blocking call cannot be interrupted. If it does not return within `INFORM_S`, a thread waits
     for its end in place of the rank, and exchanges status messages with the other ranks. If it does
     not return within the time limit, the thread raises an error, which ends the job. The error
-    names the call, and the ranks from which no message has arrived: all of their threads are
-    stopped, or they are unreachable. No rank is named if MPI provides less than THREAD_MULTIPLE.
+    names the call, and the ranks from which no message has arrived: they are stopped or
+    unreachable, or compute after their part of the call. No rank is named if MPI provides less than
+    THREAD_MULTIPLE.
 
     :param comm: communicator of the call
     :param call: name of the call in messages
@@ -97,7 +98,9 @@ class TimeoutComm(MPI.Intracomm):
     """
 
     timeout_s = TIMEOUT_S
+    """Time limit of each blocking call, in seconds."""
     plain: Any
+    """Wrapped communicator of mpi4py, whose calls have no time limit."""
 
     @classmethod
     def of(cls, comm: Any, timeout_s: float) -> TimeoutComm:

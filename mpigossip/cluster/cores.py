@@ -64,8 +64,9 @@ def for_messages(
 ) -> frozenset[int]:
     """Return the core of the progress thread of one of ``sharing`` processes, as a set.
 
-    If there are too few cores for one more thread per process, the set is empty, because the
-    operating system then places the thread better.
+    The processes get the cores near the network card, from the last one on. If there are too few
+    cores for one more thread per process, or fewer such cores than processes, the set is empty,
+    because the operating system then places the thread better.
 
     :param cores: cores that the processes share
     :param threads: number of threads that compute, per process

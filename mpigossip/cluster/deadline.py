@@ -249,7 +249,7 @@ def judge_wait(
 ) -> Verdict | None:
     """Return why a wait has to end now, or None if it continues; a pure function.
 
-    :param elapsed: seconds since the time limit was started last
+    :param elapsed: seconds since the time limit was started or, after a pause, restarted
     :param limit: time limit in seconds
     :param since_sigterm: seconds for which the wait has lasted since this process received SIGTERM;
         zero or negative: it has received none
@@ -300,7 +300,8 @@ class Deadline:
 
         The wait first polls for 50 µs without a sleep. It then sleeps between polls, at first for
         20 µs and later for up to 1 ms. A short wait therefore has little latency, and a long one
-        leaves the core to others.
+        leaves the core to others. While any rank is paused, the deadline does not apply; the whole
+        time limit starts again when the pause ends.
 
         :param predicate: function that is polled; the wait ends when its result is true
         :param what: function that returns the beginning of the error's message; it is called at the
@@ -309,7 +310,7 @@ class Deadline:
         :param awaited_ranks: function that returns the ranks of the world that this wait needs; if
             it returns no rank, the wait needs all ranks. Other ranks are then informed of a long
             wait, and the error names the rank at fault (`waits`). If this parameter is None, no
-            rank is informed or named
+            rank is informed or named, and only the deadline ends the wait
         :param departures: whether the wait ends early if an awaited rank has departed or waits in
             another call
         :raises WaitTimeoutError: at the deadline; earlier, if an awaited rank has departed or waits

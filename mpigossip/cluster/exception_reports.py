@@ -68,9 +68,12 @@ def format_error(error: BaseException, rank: str = "", every: str = "", where: s
 
 
 def error_key(error: BaseException) -> bytes:
-    """Return a key of type and line, which is equal on ranks that end by the same exception."""
+    """Return a key of type, file and line, equal on ranks that end by the same exception.
+
+    For an interrupt or a run failure, the key consists of the type alone.
+    """
     key = type(error).__name__
-    # Ranks may raise these at different lines for the same reason.
+    # Ranks may raise an interrupt or a failure at different lines for the same reason.
     if not isinstance(error, KeyboardInterrupt | Failure):
         last = traceback.extract_tb(error.__traceback__)[-1:]
         key += "".join(f"{frame.filename}:{frame.lineno}" for frame in last)

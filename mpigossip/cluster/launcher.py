@@ -98,7 +98,8 @@ def check_alone(size: int, env: Mapping[str, str], child: tuple[int, ...]) -> No
     """Reject a process that was started with others, but without a launcher of MPI.
 
     torchrun and similar programs start such processes, and set RANK and WORLD_SIZE. Each process
-    would get a world of size 1 and train its own model.
+    would get a world of size 1 and train its own model. A process that a launcher of MPI has
+    started as its only rank is accepted.
 
     :param size: size of MPI's world
     :param env: environment variables

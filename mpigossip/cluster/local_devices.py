@@ -52,8 +52,10 @@ def resolve_auto(
 ) -> tuple[str, Any]:
     """Return `node.devices` and `node.ranks_per_node` without "auto", equal on equal hosts.
 
-    * Without a GPU, it is "cpu:1", and each rank is a node.
-    * One rank uses all GPUs that torch sees.
+    If `node.devices` is given, the automatic `node.ranks_per_node` is 1. Otherwise:
+
+    * Without a GPU, the devices are "cpu:1", and each rank is a node.
+    * If a host has one rank, this rank uses all GPUs that torch sees.
     * If a host has several ranks and at least one GPU for each, these ranks are one node. They
       divide the GPUs among them, unless the launcher has done so.
     * If there are more ranks than GPUs, the ranks share the GPUs, and each rank is a node.
@@ -211,7 +213,8 @@ def make_current_before_mpi(devices: str = "auto") -> str:
 
     MPI libraries choose network cards, and allocate GPU memory, by the device that is current in
     ``MPI_Init``. Without this call, all ranks of a host would use GPU 0 and the cards near it. A
-    program that has used CUDA before keeps its device.
+    program that has used CUDA before keeps its device. The variable CUDA_MODULE_LOADING is set to
+    EAGER, unless the environment contains it or the host has no GPU.
 
     :param devices: value of `node.devices`; "auto" in a custom loop
     :return: the device; "" if this rank uses none, or the program has chosen one
@@ -254,8 +257,10 @@ def slots_of(
     """Return the torch devices of this rank's slots.
 
     "gpu:K" means K of the GPUs that torch sees. The local rank on the host selects them: rank i of
-    the host gets the GPUs from i·K on. If torch sees at most K GPUs, each rank gets all of them.
-    The numbers in "cuda:…" refer to the visible GPUs; a number that occurs twice gives two slots.
+    the host gets the GPUs from i·K on, and after the last GPU those from 0 on. If torch sees at
+    most K GPUs, each rank gets the numbers 0 to K − 1; this function does not check that these GPUs
+    exist. The numbers in "cuda:…" refer to the visible GPUs; a number that occurs twice gives two
+    slots.
 
     :param devices: value of `node.devices`
     :param environ: variables of the launcher

@@ -56,7 +56,7 @@ NODE_GROUP_S = 3600.0
 NOTICE_S = 5.0
 """Seconds for which a rank waits until MPI reports a failed rank, after an unspecific error."""
 LONGEST_TIMEOUT_S = 1e8
-"""Largest time limit that torch can represent."""
+"""Largest time limit, in seconds, that is passed to torch, which cannot represent infinity."""
 
 
 class MPIWorld(Communicator):
@@ -66,10 +66,11 @@ class MPIWorld(Communicator):
     `nodes` (`nodes.count` nodes of `nodes.per_node` ranks each), and `comm`, an mpi4py communicator
     that duplicates MPI.COMM_WORLD.
 
-    While the world is open, an uncaught exception in any thread of any rank aborts the whole job,
-    with a message that names the rank and the host. If a rank leaves the ``with`` block with an
-    exit code other than 0, the other ranks have `process.LEAVE_S` seconds to end, too. Afterwards,
-    the first rank aborts the job, so that no rank hangs.
+    While the world is open, an uncaught exception in any thread of any rank ends the whole job,
+    with a message that names the rank and the host, or all ranks if they end by the same exception.
+    If a rank leaves the ``with`` block with an exit code other than 0, the other ranks have
+    `process.LEAVE_S` seconds to end, too. Afterwards, that rank aborts the job, so that no rank
+    hangs.
 
     If MPI is `fault_tolerant` and the job `survives`, `shrink` turns this into the world of the
     survivors of a rank failure. They get new ranks; `original_ranks` are their ranks at the start.
@@ -191,9 +192,9 @@ class MPIWorld(Communicator):
         :param backend: backend of torch.distributed; None: "nccl" if there are GPUs, otherwise
             "gloo"
         :param timeout_s: seconds that a collective call of this group may take, at least the time
-            limit of the world. torch then ends the process; the default is long, because a rank
-            may evaluate while others wait
-        :raises JobError: if torch.distributed was initialized with other ranks
+            limit of the world. Afterwards, the watchdog of NCCL ends the process, and gloo raises
+            an error. The default is long, because a rank may evaluate while others wait
+        :raises JobError: on all ranks, if torch.distributed was initialized with other ranks
         """
         from mpigossip.cluster.process_groups import node_group
 
@@ -221,7 +222,11 @@ class MPIWorld(Communicator):
         process.abort(self.comm, code)
 
     def close(self) -> None:
-        """Free the communicators; collective. The ``with`` block calls this at its end."""
+        """Close the resources of the world and free its communicators; collective.
+
+        The ``with`` block calls this at its end, unless an exception leaves it. The wait for the
+        other ranks has no time limit. After a rank failure, the communicators are not freed.
+        """
         if self._open:
             process.check_process()
             self._open = False
@@ -306,6 +311,7 @@ def open_world(timeout_s: float = TIMEOUT_S) -> MPIWorld:
     :param timeout_s: seconds that each wait for other ranks may take
     :raises LaunchError: if MPI cannot be loaded, or does not join processes that were started
         together
+    :raises JobError: if this process is a fork of a process that has opened a world
     """
     try:
         return _open_world(timeout_s)
@@ -382,8 +388,12 @@ def _threads_end_the_job(comm: "MPI.Intracomm") -> Iterator[None]:
 def fault_tolerant(library: str, env: Mapping[str, str]) -> bool:
     """Return whether this MPI was started so that survivors can continue after a rank failure.
 
-    This is never so under srun: at the first failure, Slurm's PMIx plugin cancels the step (version
+    This requires Open MPI with the setting `OMPI_MCA_mpi_ft_enable`. If srun has started the ranks
+    itself, the result is False: at the first failure, Slurm's PMIx plugin cancels the step (version
     22.05, regardless of `--kill-on-bad-exit` and `--no-kill`).
+
+    :param library: version string of the MPI library
+    :param env: environment variables
     """
     if "SLURM_STEP_ID" in env and "PRTE_LAUNCHED" not in env:
         return False
@@ -392,7 +402,10 @@ def fault_tolerant(library: str, env: Mapping[str, str]) -> bool:
 
 
 def is_rank_failure(error: BaseException) -> bool:
-    """Return whether MPI reports by ``error`` that a rank has failed, seen by any rank."""
+    """Return whether ``error`` is an error of MPI due to a rank failure.
+
+    MPI has detected the failure in this rank, or another rank has revoked the communicator.
+    """
     from mpi4py import MPI
 
     failure_classes = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
@@ -402,7 +415,7 @@ def is_rank_failure(error: BaseException) -> bool:
 def is_unspecific(error: BaseException) -> bool:
     """Return whether ``error`` is an error of MPI without a class that names the cause.
 
-    If a rank is killed, a call of Open MPI in another rank rarely ends with such an error.
+    In rare cases, a call of Open MPI ends with such an error because another rank was killed.
     """
     from mpi4py import MPI
 

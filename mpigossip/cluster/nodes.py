@@ -170,7 +170,7 @@ def racks(
         "HOST RACK"
     :param hosts: host name of each rank
     :param scheduler_addresses: result of :func:`addresses`, for "scheduler"
-    :raises JobError: if the rack of some rank is not known
+    :raises JobError: if the rack of some rank is not known, or the file cannot be read
     """
     short = [host.split(".")[0] for host in hosts]
     if placement == "hostnames":
@@ -194,7 +194,10 @@ def _from_file(path: Path, hosts: Sequence[str]) -> list[str]:
     try:
         lines = [line.split() for line in path.read_text("utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise JobError(f'graph.placement = "file:{path}": it can\'t be read: {error}') from None
+        raise JobError(
+            f'graph.placement = "file:{path}": this file can\'t be read as text ({error}); name a '
+            "file with one line HOST RACK for each host"
+        ) from None
     invalid_lines = [" ".join(line) for line in lines if len(line) != 2]
     if invalid_lines:
         raise JobError(

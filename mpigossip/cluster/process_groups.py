@@ -135,12 +135,14 @@ def node_group(world: World, backend: str | None, timeout_s: float) -> dist.Proc
     """Return this rank's node as the world of torch.distributed; collective over the node.
 
     If the program has not initialized torch.distributed, initialize it; the group is then destroyed
-    when ``world`` closes.
+    when ``world`` closes. If the program has initialized it with another backend, return a new
+    group.
 
     :param world: all ranks; local ranks become ranks of torch.distributed
     :param backend: "nccl" or "gloo"; None: "nccl" if there are GPUs
     :param timeout_s: timeout of the process group in seconds
-    :raises JobError: if torch.distributed was initialized with other ranks than the node's
+    :raises JobError: on all ranks, if torch.distributed was initialized with other ranks than the
+        node's
     """
     node = world.nodes.intra_node
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")

@@ -58,8 +58,8 @@ class Agreement:
 class World:
     """All ranks of a job. This base class is a world of one process without MPI.
 
-    `simulate` uses the base class. All methods are collective, unless their docstring says
-    otherwise.
+    `simulate` uses the base class, in which calls that need other ranks return at once. All methods
+    are collective, unless their docstring says otherwise.
     """
 
     rank = 0
@@ -92,7 +92,8 @@ class World:
     resources: ExitStack
     """Resources that are closed before the communicators of the world."""
     after_close: ExitStack
-    """Callbacks that restore settings of the process which the world changed, when it closes."""
+    """Callbacks that restore the settings of the process that the world has changed; they are
+    called when the world closes."""
 
     def __init__(self) -> None:
         self.hosts = (socket.gethostname(),)
@@ -120,13 +121,19 @@ class World:
         """Wait for all ranks and return the maximum of their flags.
 
         :param flag: an integer or bool
+        :raises WaitTimeoutError: if some rank has not called it at the time limit
         """
         with deadline.calling_unless("agree()", self.whole and not self.isolated):
             return self.start_agree(flag).read()
 
     @contextmanager
     def raise_together(self, *error_types: type[Exception]) -> Iterator[None]:
-        """Return a context manager that raises the user errors of any rank on all ranks."""
+        """Return a context manager that raises the user errors of any rank on all ranks.
+
+        In a world of one process, it has no effect.
+
+        :param error_types: types of the exceptions to raise on all ranks
+        """
         yield
 
     def barrier(self) -> None:
@@ -136,7 +143,7 @@ class World:
         """
 
     def duplicate(self) -> Any:
-        """Return a communicator of the same ranks, which is freed with this world.
+        """Return a new communicator of the same ranks, which the caller may free.
 
         Without MPI, return None.
         """
@@ -163,7 +170,8 @@ class World:
         """Return this rank's device, and make it current if it is a GPU; local call.
 
         The ranks of a host divide the GPUs that torch sees, unless the launcher assigns GPUs to
-        each rank. Use it for loops with one device per rank::
+        each rank. If torch sees no GPU, the device is the CPU. Use this method for loops with one
+        device per rank::
 
             device = world.device()
             model = Model().to(device)
@@ -182,7 +190,7 @@ class World:
         return torch.device(name)
 
     def abort(self, code: int = 1) -> None:
-        """End all ranks immediately; any rank may call this alone."""
+        """End all ranks immediately with exit code ``code``; any rank may call this alone."""
         os._exit(code)
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ BYTES_A_SECOND = {
 def command(
     commands, name: str, run: Callable, summary: str, examples: str
 ) -> argparse.ArgumentParser:
-    """Add a command to the parser of the command line.
+    """Add a command to the parser of the command line, and return the parser of the command.
 
     :param commands: subparsers to which the command is added
     :param name: name of the command
@@ -115,7 +115,10 @@ def run_named(path: Path) -> Path:
 
 
 def quantity(units: Mapping[str, float]) -> Callable[[str], float]:
-    """Return a function that parses a number with a unit, such as 80ms."""
+    """Return a function that parses a number greater than 0 with a unit, such as 80ms.
+
+    :param units: factor by which the number is multiplied, by the name of its unit
+    """
 
     def read(text: str) -> float:
         match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(\D+)", text)
@@ -130,7 +133,7 @@ def quantity(units: Mapping[str, float]) -> Callable[[str], float]:
 
 
 def share(text: str) -> float:
-    """Parse a fraction that is smaller than 1, such as 5% or 0.05."""
+    """Parse a fraction from 0 to below 1, such as 5% or 0.05."""
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%?)", text)
     value = float(match[1]) / (100 if match[2] else 1) if match else 1.0
     if value >= 1:
@@ -180,7 +183,7 @@ times = number(float, 1, 10**7)
 
 
 def size_in_bytes(text: str) -> int:
-    """Parse a number of bytes, such as 1KB or 100MB."""
+    """Parse a number of bytes from 1 on, such as 512, 1KB (1000 bytes) or 100MB."""
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
     figure = text.upper()
     factor = 1

@@ -96,7 +96,7 @@ def _devices(text: str) -> str:
 def _ranks(text: str) -> int | str:
     """Parse a value of node.ranks_per_node.
 
-    :raises ArgumentTypeError: if the setting does not accept the value
+    :raises ValueError: if the text is neither "host" nor "auto" nor a whole number of at least 1
     """
     if text in ("host", "auto"):
         return text

@@ -183,8 +183,8 @@ def check_options(
 def keyword_only(build: Callable) -> tuple[dict[str, tuple[Any, Any]], bool]:
     """Return the keyword-only parameters of ``build``, and whether it accepts any others (`**`).
 
-    :return: for each parameter, by name, its annotation and default; and true if ``build`` has a
-        parameter `**kwargs`
+    :return: for each parameter, by name, its annotation and its default
+        (`inspect.Parameter.empty` if it has none); and true if ``build`` has a parameter `**kwargs`
     """
     try:
         hints = typing.get_type_hints(build, include_extras=True)

@@ -46,7 +46,8 @@ def output_error(error: OSError | None = None) -> str:
     After an error, standard output is redirected to the null device, so that no later write fails,
     not even at exit. A closed pipe is not an error, because its reader needs no more output.
 
-    :param error: exception of an earlier write; None: only try to flush standard output
+    :param error: exception of an earlier write, which counts if it has a number in `FULL` and names
+        no file; None: only try to flush standard output
     """
     try:
         if error is not None and error.errno in FULL and error.filename is None:

@@ -58,7 +58,10 @@ def examples(patterns: Sequence[str] = EXAMPLES) -> dict[str, Path]:
 
 
 def given(source: Path | str) -> Path:
-    """Return the path of a file: ``source`` is its path, or the name of an example job or study."""
+    """Return the path of a file: ``source`` is its path, or the name of an example job or study.
+
+    If it is neither, ``source`` is returned as a path.
+    """
     path = Path(source)
     if path.suffix or path.parent.name or path.is_file():
         return path
@@ -80,7 +83,7 @@ def copy(name: str, folder: Path) -> list[Path]:
     :param name: name of the example
     :param folder: folder to copy to, which is created if necessary
     :raises JobError: if there is no such example, if one of its files exists in the folder, or if
-        the folder cannot be created
+        the folder or one of its parents is a file
     """
     paths = examples()
     if name not in paths:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def format_bytes(count: float) -> str:
-    """Format a number of bytes with three digits and a decimal unit: 1.5 MB."""
+    """Format a number of bytes with at most three digits and a decimal unit up to TB: 1.5 MB."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         # Compare the rounded number: 999.6 kB is rounded to 1000 kB, which is 1 MB.
         if float(text := f"{count:.0f}" if unit == "B" else f"{count:.3g}") < 1000:
@@ -77,7 +77,9 @@ def print_note_once(text: str) -> None:
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """Break a text between words into lines for a terminal; other output is not changed.
+    """Break a text between words into lines as wide as the terminal.
+
+    If standard output is not a terminal, the text is returned unchanged.
 
     :param text: one line
     :param indent: beginning of each line after the first

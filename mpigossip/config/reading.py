@@ -60,7 +60,8 @@ def load(
         raise JobError([*messages, *error.messages]) from None
     if list(job.schedule.milestones) != sorted(set(job.schedule.milestones)):
         messages.append(
-            f"schedule.milestones = {show(job.schedule.milestones)}: must be in ascending order"
+            f"schedule.milestones = {show(job.schedule.milestones)}: must be in ascending order, "
+            "each only once"
         )
     if messages:
         raise JobError(messages)

@@ -261,8 +261,9 @@ class NodeSection:
     `"cpu:1"` if there is none."""
     ranks_per_node: Literal["auto", "host"] | RanksPerNode = "auto"
     """Number of ranks that form a node. 1: each rank is a node; K: every K ranks of a host form a
-    node; "host": all ranks of a host form a node; auto: "host" if the host has a GPU for each of
-    its ranks, otherwise 1. The slots of a node are the `devices` of all its ranks."""
+    node; "host": all ranks of a host form a node; auto: "host" if `devices` is "auto" and the host
+    has a GPU for each of its ranks, otherwise 1. The slots of a node are the `devices` of all its
+    ranks."""
     threads: Threads = 1
     """Number of torch threads per slot. Two runs are bitwise identical only if they use the same
     number."""
@@ -444,7 +445,7 @@ class MembersSection:
         float,
         Limit(
             lambda v: 120 <= v < 1e7,
-            "must be at least 120",
+            "must be at least 120 and below 1e7",
             {"minimum": 120, "exclusiveMaximum": 1e7},
         ),
     ] = 600.0

@@ -160,7 +160,7 @@ def _dataclass(value: Any, cls: Any, path: str) -> Any:
             except JobError as error:
                 problems += error.messages
         elif setting.default is MISSING and setting.default_factory is MISSING:
-            problems.append(f"{prefix}{setting.name} is missing")
+            problems.append(f"{prefix}{setting.name} is missing: add this key")
     problems += [
         unknown(f"{prefix}{key}", hints) for key in sorted(value.keys() - hints.keys(), key=str)
     ]

@@ -20,6 +20,7 @@ def is_user_code(name: str) -> bool:
 
 
 MISSING = object()
+"""Value that stands for an attribute that a module lacks."""
 
 
 def import_object(setting: str, name: str, form: str) -> Callable:
@@ -30,6 +31,7 @@ def import_object(setting: str, name: str, form: str) -> Callable:
     :param form: arguments and return value of the callable, for error messages
     :raises JobError: if the module cannot be imported, lacks the name, or the object is not
         callable
+    :raises PermissionError: if this user may not read a file of the module
     """
     module, _, attribute = name.partition(":")
     try:
@@ -102,7 +104,8 @@ def build_checked(
     :param make: function that calls the factory
     :param arguments: positional arguments of ``make``
     :param options: keyword arguments of ``make``
-    :raises JobError: if the factory raises an exception, or returns an object of another type
+    :raises JobError: if the factory raises an exception, or returns an object of another type; a
+        UserError of the factory is raised unchanged
     """
     try:
         result = make(*arguments, **options)
@@ -122,7 +125,10 @@ def build_checked(
 
 
 def describe_exception(error: BaseException) -> str:
-    """Return a sentence about an exception of user code, with the innermost line of that code."""
+    """Return the type of an exception, the innermost line of user code, and up to 300 characters.
+
+    The characters are the beginning of the exception's message, in one line.
+    """
     frame = user_frame(error)
     where = f" at {frame.filename}:{frame.lineno}" if frame else ""
     text = " ".join(str(error).split())

@@ -110,8 +110,9 @@ class Datasets(JobData):
     def train_labels(self) -> np.ndarray:  # type: ignore[override]
         """Labels of the training samples, which are read from the dataset's attribute `targets`.
 
-        The datasets of torchvision have this attribute. Without it, the labels are zeros if
-        `data.partition` is "shuffled"; any other partition raises JobError.
+        The datasets of torchvision have this attribute. If it is missing or does not have one entry
+        for each sample, the labels are zeros if `data.partition` is "shuffled"; any other partition
+        raises JobError.
         """
         targets = getattr(self.train, "targets", None)
         if targets is not None and len(targets) == self.train_size:
@@ -305,7 +306,8 @@ def call(make: Callable, data: Data, seed: int, rows: Sequence[int], n: int) -> 
     :param n: number of all nodes
     :return: `Datasets` if the result is a mapping, otherwise the result itself
     :raises JobError: if the function raises an exception, or if its mapping has wrong entries or is
-        incompatible with the settings
+        incompatible with the settings; a UserError, Failure or MemoryError of the function is
+        raised unchanged
     """
     arguments = {f.name: getattr(data, f.name) for f in fields(Data) if f.name != "options"}
     arguments |= {"seed": seed, "nodes": n}

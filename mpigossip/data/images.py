@@ -197,7 +197,11 @@ class Images:
         return images[indices]
 
     def _prepare(self, split: str, index: int) -> np.ndarray:
-        """Return one image in the size of a batch: unchanged if it has this size, or its centre."""
+        """Return one image in the size of a batch, uint8 (C, H, W), without random augmentation.
+
+        With "resized-crop", this is the scaled centre of the image. Otherwise, an image that has
+        this size is not changed, and the largest centred square of any other image is scaled.
+        """
         image = self._image(split, index)
         fraction = TEST_FRACTION if self.random else 1.0
         box = centre_box(image.width, image.height, fraction)

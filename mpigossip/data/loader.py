@@ -108,7 +108,7 @@ class Loader(contextlib.AbstractContextManager):
         :param orders: order of samples of each local node (one on a rank, n in a simulation)
         :param seed: seed of random augmentations
         :param devices: device of each local slot
-        :param workers: number of loading processes
+        :param workers: number of loading processes; 0: this process loads the samples
         :param timeout_s: seconds that a process may take for a batch
         :param slots: number of slots of a node; None: the number of devices
         :param local_slots: numbers of the local slots; None: all slots
@@ -138,6 +138,8 @@ class Loader(contextlib.AbstractContextManager):
 
         The samples of a node are split over its slots in order. Steps may be requested in any
         order. For GPUs, the batches of the next step are copied while the current step is computed.
+
+        :raises DataError: if the data set failed, or a loading process died or hangs
         """
         if self._joins:
             return self._joined_step(step)
@@ -152,7 +154,14 @@ class Loader(contextlib.AbstractContextManager):
         return batches
 
     def share(self, node: int, n: int) -> Iterator[Any]:
-        """Yield the test samples ``node``, ``node + n``, … in batches, on the first device."""
+        """Yield the test samples ``node``, ``node + n``, … in batches, on the first device.
+
+        If each node has its own test stream, yield all samples of the stream of ``node``.
+
+        :param node: index of a node; of a local node, if nodes have different data
+        :param n: number of nodes among which the test samples are divided
+        :raises DataError: if the data set failed, or a loading process died or hangs
+        """
         row = next((row for row, order in enumerate(self.orders) if order.node == node), 0)
         if self.data.streams_test:
             batches = read_test_stream(self.data, node, row, n)

@@ -135,9 +135,10 @@ class Order:
 
 
 def draw_together(orders: Sequence[Order], epoch: int) -> None:
-    """Draw the permutations of several nodes in an epoch.
+    """Draw the permutations of several nodes for an epoch, and store them in the orders.
 
-    One draw for all nodes takes as long as a draw for one node.
+    One draw for all nodes takes as long as a draw for one node. An order that has the permutation
+    of this epoch already is not changed.
     """
     if outdated := [order for order in orders if order.latest[0] != epoch]:
         lengths = [len(order.part) for order in outdated]

@@ -64,7 +64,10 @@ def _float32(array: np.ndarray) -> torch.Tensor:
 def _spread(
     nodes: int, shape: Sequence[int], size: float, arrangement: Arrangement, random: Any
 ) -> np.ndarray:
-    """Return an array (n, *shape) whose rows have the mean 0 and the mean square norm size²."""
+    """Return an array (n, *shape) whose rows have the mean 0 and the mean square norm size².
+
+    For one node, return zeros.
+    """
     if arrangement == "smooth":
         wave = np.cos(2 * np.pi * np.arange(nodes) / nodes)
         drawn = np.multiply.outer(wave, random.standard_normal(shape))

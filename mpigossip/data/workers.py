@@ -42,7 +42,8 @@ def unpack(kind: type, state: bytes) -> Any:
     """Restore an object in a loading process, after hiding the launcher and the GPUs from it.
 
     Environment variables of the launcher are removed, because MPI would otherwise be started as a
-    rank of the job. No GPU is visible, because each CUDA process would take memory there.
+    rank of the job. No GPU is visible, because each CUDA process would take memory there. From now
+    on, the process uses one OpenMP thread and ignores stop signals.
 
     :param kind: class of the object
     :param state: attributes of the object, pickled

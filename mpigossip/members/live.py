@@ -349,7 +349,8 @@ class FolderExchange:
         :return: the models; an empty list if the member starts with a model that is initialized
             from the seed
         :raises Fenced: if other members have closed the new place
-        :raises NoModel: if there are models, but all of them are damaged
+        :raises NoModel: if there are models, but none of them can be read
+        :raises StopRequested: if the member is asked to leave while it waits for a readable model
         """
         self.place.layout = about.get("layout", "")
 
@@ -647,7 +648,7 @@ class FolderExchange:
         )
 
     def leave(self) -> None:
-        """Publish the model in the background, then close the place unless others have done so.
+        """Wait until the last model is published, then close the place unless others have done so.
 
         This is not collective: ranks other than 0 only wait until their part is written.
         """

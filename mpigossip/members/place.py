@@ -180,8 +180,8 @@ class Place:
 
         Only the records of the last 64 present places are read. If none of these places has
         published a model, the records of the closed places with the newest models are read instead.
-        Versions that are more than `BEHIND` ages older than the newest version are left out. If
-        there is no model yet, the list is empty.
+        Versions that are more than :attr:`behind` ages older than the newest version are left out.
+        If there is no model yet, the list is empty.
         """
         rounds = [self.refresh(place).last for place in self.present()[-64:]]
         if not any(rounds):
@@ -468,7 +468,11 @@ class Place:
         return self.disk.exists(record_name(draft.place, draft.round))
 
     def _remove_old(self) -> None:
-        """Remove the models of places that were closed more than `OLD` ages ago."""
+        """Remove the models of closed places that are too old to start with, except kept ones.
+
+        The newest model of such a place is more than `OLD` rounds of the largest length older than
+        the model of this place.
+        """
         oldest = self.age - OLD * self.plan.longest
         old = {f"{place:06d}" for place, age in self._closed().items() if age < oldest}
         for name in self.disk.names("models") if old else ():

@@ -248,6 +248,9 @@ def _partition_settings(job: Job) -> tuple[dict[str, Any], int]:
 def train(node: JobNode, newest: Path | None = None, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
     """Train until the last step of the job, or until all ranks agree to stop; collective.
 
+    If ``newest`` is the checkpoint of the last step, and the log contains the summary, nothing is
+    trained, and this summary is printed and returned.
+
     :param node: the node of this process
     :param newest: checkpoint to continue from; None: start from step 0
     :param hooks: hooks in addition to those that the job names

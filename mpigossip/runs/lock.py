@@ -24,6 +24,8 @@ def locked(folder: Path, world: World, setting: str = SETTING) -> Iterator[None]
     :param folder: the run directory
     :param world: ranks of the run; rank 0 locks the folder
     :param setting: setting or parameter that named the folder, for messages
+    :raises JobError: on all ranks, if another job has locked the folder, or if rank 0 can't write
+        into it
     """
     handle = None
     with world.raise_together(JobError):

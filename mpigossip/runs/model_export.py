@@ -54,13 +54,12 @@ def export(
     :param node: number of the node; None: the average
     :param trust_model: import the code of the model, and open the data, that the job of the
         checkpoint names. Leave it False for a checkpoint from somebody else, whose code could do
-        anything
+        anything. It has no effect on a checkpoint of a custom loop
     :param most: largest number of bytes of the tensors in a safetensors file; a larger model is
         written to several files with an index. None: one file
-    :return: a text for the terminal: a description of the file, and three lines of Python that load
-        it
-    :raises StoreError: if ``out`` has another suffix, if the node does not exist, or if the
-        checkpoint is damaged
+    :return: a text for the terminal: a description of the file, and lines of Python that load it
+    :raises StoreError: if ``out`` has another suffix, if ``most`` is given for a file for
+        ``torch.load``, if the node does not exist, or if the checkpoint is damaged
     """
     _check_suffix(out)
     manifest = checkpoint.read_manifest(path)
@@ -112,9 +111,12 @@ def export_round(
 
 
 def _round_of(disk: RecordStore, place: int, number: int | None) -> Round:
-    """Return the record of a round whose model is stored; None: the newest such round.
+    """Return the record of a round whose model is stored.
 
-    :raises StoreError: if there is none
+    :param disk: folder of the training
+    :param place: number of the place
+    :param number: number of the round; None: the newest round whose model is stored
+    :raises StoreError: if there is no such round
     """
     records = []
     for name in disk.names(f"chain/{place:06d}"):
@@ -244,6 +246,8 @@ def _completed(
     A checkpoint contains neither frozen parameters nor the second names of tied parameters, so the
     model of the job is built again to get them. If this host lacks its data or its code, only the
     arrays of the checkpoint are returned. Otherwise, the note is "".
+
+    :raises StoreError: if the model has no array of the same size for a name in the checkpoint
     """
     tensors = _tensors(values)
     try:

@@ -148,9 +148,13 @@ def wait_for_nodes(node: Node, world: World) -> None:
     """Wait until all asynchronous nodes have made this call, and exchange while waiting.
 
     Synchronous nodes return at once, because they wait for each other in the next collective call.
+
+    :param node: the local nodes
+    :param world: ranks of the run
+    :raises WaitTimeoutError: if some node has not made this call after twice the time limit
     """
     if node.mixer.synchronous:
-        return  # synchronous nodes wait in the next collective call
+        return
     all_here = world.start_agree(0)
     until = time.monotonic() + world.timeout_s
     while not _any_rank_ended(all_here.ready() or time.monotonic() >= until, node.group):

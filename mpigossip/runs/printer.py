@@ -42,7 +42,7 @@ WIDTHS = {
     "consensus": 10,
     "time": 9,
 }
-"""Widths, in characters, of those columns of this table that every task has."""
+"""Widths, in characters, of the columns that the table of evaluations has for every task."""
 
 
 class Printer(Hook):

@@ -50,6 +50,7 @@ class Progress:
     began: float = field(default_factory=time.perf_counter)
     """Time by `time.perf_counter` at which this attempt began."""
     evaluation: Evaluation | None = None
+    """Result of the last evaluation; None before the first one."""
     lost: list[str] = field(default_factory=list)
     """Description of each failed rank: its number, its host and the step of its failure."""
     warnings: list[str] = field(default_factory=list)
@@ -65,7 +66,10 @@ class Progress:
         self.warnings.append(text)
 
     def epoch(self, step: int) -> float:
-        """Return the number of epochs, with fractions, that are done after ``step`` steps."""
+        """Return the number of epochs, with fractions, that are done after ``step`` steps.
+
+        The number of steps per epoch must be known.
+        """
         return (step - self.shift) / self.steps_per_epoch
 
     @property
@@ -105,7 +109,7 @@ class Tally:
 
 
 def shares(spent: Sequence[Mapping[str, float]], samples: int) -> dict[str, float]:
-    """Return the seconds by purpose, as means over ranks, and the samples per second.
+    """Return the seconds by purpose, as means over ranks, and the samples per second of their sum.
 
     :param spent: for each rank, its seconds by purpose
     :param samples: number of samples that all ranks together have trained

@@ -101,7 +101,7 @@ class Recorder(Hook):
         self._clock = self._virtual(progress, assembly)
 
     def _virtual(self, progress, assembly) -> VirtualClock | None:
-        """Return the virtual clock of the job, or None if `clock.network` is "off".
+        """Return the virtual clock of the job, or None if `clock.network` is "none"; collective.
 
         If the run was resumed, the clock starts at the last virtual time in its log.
         """

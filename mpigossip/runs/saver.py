@@ -82,9 +82,13 @@ class Saver:
         self._now = _Writing(step, folder, meta, files)
 
     def poll(self, done: int) -> None:
-        """Advance the checkpoint that is being written, without waiting.
+        """Advance the checkpoint that is being written, without waiting for the disk.
 
-        :param done: number of steps done; called at step boundaries
+        All ranks have to make this call, with equal ``done``.
+
+        :param done: number of steps done; nothing new begins unless it is a multiple of `LAG`
+        :raises JobError: on all ranks, if the files could not be written and `checkpoint.on_error`
+            is "stop"
         """
         now = self._now
         if now is not None and now.commit is not None and now.commit.done():
@@ -99,7 +103,11 @@ class Saver:
             now.agreement = self._world.start_agree(int(not now.files.done()))
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is complete; collective."""
+        """Wait until the checkpoint that is being written is complete; collective.
+
+        :raises JobError: on all ranks, if it could not be written and `checkpoint.on_error` is
+            "stop"
+        """
         now = self._now
         if now is None:
             return

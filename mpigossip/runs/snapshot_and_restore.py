@@ -27,6 +27,7 @@ from mpigossip.store.hdf5 import reading
 from mpigossip.store.manifest import MOST
 
 COUNTERS = {"index", "born", "round", "shift", "seconds", "bytes_sent"}
+"""Names of the counters that every checkpoint of a run contains."""
 AVERAGED = {"momentum", "first", "second"}
 """Names of those arrays in the states of algorithms that are means of gradients or of their
 squares. Only these can be averaged over nodes; all other arrays have to be reset."""
@@ -43,8 +44,9 @@ def snapshot(
     :param numbers: counters of the run, which the copies contain, too
     :param spare: an earlier snapshot that is no longer needed. Its memory is used again, because
         allocating new memory takes longer than the copy
-    :return: in the first process of a node, one state for each local node. If nodes are large (see
-        `checkpoint.one_file_gb`), each process returns one state for each of its local slots
+    :return: in the first process of a node, one state for each local node, and none in its other
+        processes. If nodes are large (see `checkpoint.one_file_gb`), each process returns one state
+        for each of its local slots
     """
     engine = node.engine
     # If the parameter layout has changed since, the memory of the earlier snapshot does not fit.
@@ -191,8 +193,8 @@ def restore(
     :param node: the local nodes
     :param path: folder of the checkpoint
     :param manifest: manifest of this checkpoint
-    :return: whether the run resumes exactly, messages for the user, and the counters of the
-        checkpoint
+    :return: whether the run resumes exactly, messages for the user, and the saved counters of the
+        first local node; if the nodes do not take their own states, the counters of node 0
     :raises StoreError: if the checkpoint is damaged or belongs to another model
     """
     _check_facts(manifest, node.facts, path)
@@ -255,9 +257,9 @@ def put_buffers(buffers: Mapping[int, Mapping[str, torch.Tensor]], saved: NodeSt
 def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]) -> list[str]:
     """Set each local node to the average of saved or surviving nodes; return messages for the user.
 
-    If the state of the algorithm consists only of means of gradients (see `AVERAGED`), it is set to
-    its average, and the cadence keeps its saved state. Otherwise, both are reset. In any case, the
-    graph starts again at round 0.
+    If the state of the algorithm consists only of means of gradients (see `AVERAGED`) that ``mean``
+    contains, it is set to its average, and the saved state of the cadence is restored if it has the
+    same names. Otherwise, both are reset. In any case, the graph starts again at round 0.
 
     :param node: the local nodes
     :param mean: averaged arrays by name, and the numbers "bytes_sent" and, unless the checkpoint

@@ -143,7 +143,12 @@ class Stopper(Hook):
         return self._is_due
 
     def wants_stop(self, done: int) -> bool:
-        """Return the result of the last agreement every ``lag`` steps, and start the next one."""
+        """Return whether all ranks have agreed to stop after ``done`` steps.
+
+        After every ``lag`` steps, this call reads the result of the last agreement. If the result
+        is negative, the call starts the next agreement; otherwise, rank 0 removes the file STOP.
+        After all other steps, the call returns False.
+        """
         if not self.due() and self._world.size > 1 and os.getppid() != self._launcher:
             self._is_due = True
             self._warnings.append(

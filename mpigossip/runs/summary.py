@@ -20,7 +20,10 @@ def metrics_of(summary: dict[str, Any]) -> list[str]:
 
 
 def number(value: float) -> str:
-    """Format a number for a column, in at most seven characters if it is not negative."""
+    """Format a number for a column, with four decimals.
+
+    Numbers below 0.01, and from 10,000 on, get three significant digits instead.
+    """
     if 0.01 <= abs(value) < 1e4 or not value:
         return f"{value:.4f}"
     small = 1e-3 <= abs(value) < 0.01

@@ -124,9 +124,9 @@ class Survival:
         self.stage = Stage.TRAINING
 
     def keep(self, reset: bool = False) -> None:
-        """Copy the node to host memory after a step.
+        """Copy the node to host memory after a step, if the world survives rank failures.
 
-        :param reset: forget earlier copies
+        :param reset: whether to forget earlier copies
         """
         if not self._world.survives:
             return

@@ -43,8 +43,9 @@ def folder(run: Path, step: int) -> Path:
 def begin(run: Path, step: int) -> Path:
     """Create the temporary folder for the checkpoint of `step`, and return its path.
 
-    Temporary folders of processes that were killed while writing are removed first. Only one
-    checkpoint of a run may be written at a time.
+    Temporary folders of processes that were killed while writing are removed first, and an old
+    checkpoint that such a process was about to replace gets its name back. Only one checkpoint of a
+    run may be written at a time.
 
     :param run: run directory
     :param step: number of steps done

@@ -134,7 +134,10 @@ def _direct(direct: int, pages: memoryview, offset: int) -> int:
 
 
 def crc(descriptor: int, start: int, end: int, value: int = 0) -> int:
-    """Continue the CRC-32 ``value`` over the bytes of a file from ``start`` to ``end``."""
+    """Continue the CRC-32 ``value`` over the bytes of a file from ``start`` up to ``end``.
+
+    :raises OSError: if the file ends before ``end``
+    """
     buffer = memoryview(bytearray(1 << 19))  # A buffer of this size stays in the processor's cache.
     while start < end:
         count = os.preadv(descriptor, [buffer[: end - start]], start)

@@ -446,7 +446,10 @@ def attribute(thing: Any, name: str, long: bool = False) -> Any:
 
 
 def attributes(thing: Any, long: bool = False) -> dict[str, Any]:
-    """Return all attributes by name; the parameters are as in :func:`attribute`."""
+    """Return all attributes by name; the parameters are as in :func:`attribute`.
+
+    :raises ValueError: if there are more than `ATTRIBUTES`, or if one of them is not accepted
+    """
     count = h5a.get_num_attrs(thing.id)
     if count > ATTRIBUTES:
         raise ValueError(f"{count} attributes are too many: at most {ATTRIBUTES} are allowed")

@@ -96,9 +96,9 @@ def _reason(error: BaseException) -> str:
 
 
 def new(path: Path) -> int:
-    """Create a file, or empty an existing one, and return its descriptor.
+    """Create a file, or empty an existing one, and return its descriptor for reading and writing.
 
-    A symbolic link is not followed.
+    :raises OSError: if this fails, or if the path is a symbolic link
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, 0o666)

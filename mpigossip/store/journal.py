@@ -39,6 +39,12 @@ class Overlay(io.RawIOBase):
     """File object for h5py's driver "fileobj", which keeps changed pages in memory."""
 
     def __init__(self, path: Path, change: tuple[int, Mapping[int, bytes]] | None = None) -> None:
+        """Open a file for reading.
+
+        :param path: existing file, which this object never changes
+        :param change: size of the file in bytes, and changed pages by page number, as from a
+            journal; None: the file is unchanged
+        """
         self.file = guard.regular(path)
         self.stored = os.fstat(self.file.fileno()).st_size
         """Number of bytes at the beginning of the file on disk that are still valid."""
@@ -117,8 +123,8 @@ def pending(path: Path) -> Path:
 def transaction(path: Path) -> Iterator[h5py.File]:
     """Return a context manager in which an HDF5 file is open for changes.
 
-    At the end of the block, all changes are applied together. If the block raises an exception, the
-    file stays unchanged.
+    At the beginning, the transaction of a process that was killed is completed. At the end of the
+    block, all changes are applied together. If the block raises an exception, none is applied.
 
     :param path: existing HDF5 file
     :raises StoreError: if writing fails
@@ -175,7 +181,10 @@ def consistent(path: Path, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str
 
 
 def recover(path: Path) -> bool:
-    """Complete the transaction of a killed process; return whether there was such a transaction."""
+    """Complete the transaction of a killed process; return whether there was such a transaction.
+
+    A journal that is incomplete is removed without being applied.
+    """
     change = _read_journal(path)
     if change is not None and path.exists():
         _apply(path, *change)

@@ -226,7 +226,7 @@ class LogWriter:
         """Write an evaluation; it replaces an existing evaluation of the same step.
 
         :param row: "step" and the values by column: a number, or an array of shape (nodes,)
-        :raises ValueError: if the step lies before the last evaluation
+        :raises ValueError: if the step lies before the last evaluation and has none to replace
         :raises LogGone: if the log was deleted or overwritten
         :raises StoreError: if writing fails
         """

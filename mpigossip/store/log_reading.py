@@ -49,12 +49,17 @@ class Log:
     """
 
     job: str
+    """Complete job, as TOML."""
     nodes: int
+    """Number of nodes; if logs of members were joined, number of members."""
     steps: dict[str, np.ndarray]
     evaluations: dict[str, np.ndarray]
     units: dict[str, str]
+    """Unit of each column, by name."""
     summary: dict[str, Any]
+    """Entries of the summary by name; empty until the run ends."""
     environment: dict[str, str]
+    """Facts about machine and software, by name."""
 
 
 def read(path: Path, columns: Collection[str] | None = None, points: int | None = None) -> Log:
@@ -64,7 +69,8 @@ def read(path: Path, columns: Collection[str] | None = None, points: int | None 
         instead and joined, with one column for each member
     :param columns: columns of the steps to read; None: all
     :param points: largest number of rows to return. If there are more, blocks of consecutive steps
-        are averaged, leaving out unknown values. None: all rows are returned
+        are averaged, leaving out unknown values; "step" is the first step of each block. None: all
+        rows are returned, as always if logs of members are joined
     :raises StoreError: if there is no log, or it is damaged
     """
     path = Path(path)
@@ -241,7 +247,10 @@ def with_nan(values: np.ndarray) -> np.ndarray:
 
 
 def _blocks(data: h5py.Dataset, block: int) -> np.ndarray:
-    """Return the means of ``data`` over blocks of ``block`` rows; only few rows are in memory."""
+    """Return the means of ``data`` over blocks of ``block`` rows; only few rows are in memory.
+
+    For the column "step", return the first value of each block.
+    """
     if block == 1 or len(data) == 0:
         return data[()]
     if data.name.endswith("/step"):

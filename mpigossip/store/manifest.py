@@ -115,6 +115,10 @@ def write(path: Path, manifest: Manifest) -> None:
 
     The file contains the facts, the table of files, and /parameters, a virtual dataset of shape (n,
     P) that refers to all files.
+
+    :param path: path of `checkpoint.h5`
+    :param manifest: content of the file
+    :raises StoreError: if writing fails
     """
     names = max(len(entry.file) for entry in manifest.entries)
     kind = [("node", "<i8"), ("file", f"S{names}"), ("bytes", "<i8")]

@@ -49,7 +49,8 @@ class _Payload(NamedTuple):
     """Height and width in pixels."""
     gray: bool
     moments: np.ndarray | float
-    """Number, sum and sum of squares of the pixels of each channel, (3, 3); 0: not measured."""
+    """Number of pixels of each channel, and sum and sum of squares of their values, which lie
+    between 0 and 1, (3, 3); 0: not measured."""
     problems: list[str]
 
 
@@ -226,8 +227,8 @@ def _write_facts(file: h5py.File, kind: str, classes: Sequence[str], moments: np
     :param file: file of the data set
     :param kind: "images", "arrays" or "text"
     :param classes: name for each label
-    :param moments: number, sum and sum of squares of the pixels of each channel, (channels, 3),
-        from which the mean and the standard deviation are computed
+    :param moments: number of pixels of each channel, and sum and sum of squares of their values
+        divided by 255, (channels, 3), from which the mean and the standard deviation are computed
     """
     count, total, squares = moments.T
     mean = total / count
@@ -375,7 +376,10 @@ def _check(path: Path, image_size: int | None, measured: bool) -> _Payload:
 
 
 def _moments(image: Image.Image) -> np.ndarray:
-    """Return the number, sum and sum of squares of the pixels of each channel, (3, 3)."""
+    """Return the number of pixels, and the sum and sum of squares of their values divided by 255.
+
+    :return: array of shape (3, 3), with a row for each channel
+    """
     histogram = np.array(image.convert("RGB").histogram(), np.float64).reshape(3, 256)
     values = np.arange(256) / 255
     return histogram @ np.stack([np.ones(256), values, values**2], axis=1)

@@ -152,7 +152,7 @@ def learn(files: Sequence[Path], vocabulary: int) -> Any:
     """Learn a byte-pair encoding from the training parts of files.
 
     :param files: files of the text, in UTF-8
-    :param vocabulary: number of entries, more than 256 and at most 65,536
+    :param vocabulary: number of entries, more than 256 and at most 65,536; a short text gives fewer
     :return: tokenizer of the `tokenizers` library
     :raises StoreError: if the vocabulary is out of range, the library is not installed, or a file
         cannot be read or is not UTF-8

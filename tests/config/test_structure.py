@@ -68,7 +68,7 @@ def test_all_problems_are_reported_with_their_paths():
     assert problems_of(raw, Whole) == [
         "first.size = -1: must be at least 0",
         'first.tite: unknown key; did you mean "title"?',
-        "parts.size is missing",
+        "parts.size is missing: add this key",
         'parts.title = 3: needs text; the default is "part"',
         'every = "sometimes": must be "auto" or needs a whole number; the default is "auto"',
         'rate = "high": needs a number; the default is 0.5',

@@ -100,7 +100,7 @@ def test_racks_from_host_names_scheduler_and_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "it can't be read"),
+        (None, "this file can't be read as text"),
         ("n1 a b\n", 'the line "n1 a b" must consist of two words'),
         ("n1 a\n", r"names no rack of host n2 \(1 missing\); add a line: n2 RACK"),
     ],
