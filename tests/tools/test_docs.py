@@ -382,12 +382,8 @@ def test_the_times_of_the_readme_are_what_plan_predicts():
 def test_the_study_of_the_readme_has_the_result_that_tutorial_3_shows():
     """Both trained `dmsgd` on the one-peer graph with equal settings."""
     readme = (ROOT / "README.md").read_text()
-    (row,) = [line for line in readme.splitlines() if line.startswith("dmsgd     one-peer-exp")]
-    (shown,) = [
-        point
-        for point in POINT.findall(PAGES["tutorial-study"])
-        if "DmSGD one-peer" in " ".join(point)
-    ]
+    (row,) = re.findall(r"^dmsgd +one-peer-exponential .*$", readme, re.MULTILINE)
+    (shown,) = [p for p in POINT.findall(PAGES["tutorial-study"]) if p[:2] == ("DmSGD", "one-peer")]
     assert row.split()[2:5] == [shown[2], "±", shown[3]] and row.split()[-1] == shown[4]
 
 
@@ -433,7 +429,7 @@ def test_plots_of_the_readme_have_dark_variants_that_were_made_from_them():
         made = variants["dark"](Image.open(HERE / f"{name}.png")).convert("RGBA")
         stored = Image.open(HERE / f"{name}-dark.png").convert("RGBA")
         assert np.array_equal(np.asarray(made), np.asarray(stored)), name
-        assert np.asarray(stored)[0, 0, 3] == 0, "the background is not transparent"
+        assert np.asarray(stored)[0, 0, 3] < 8, "the background is not transparent"
         assert f'srcset="tools/docs/{name}-dark.png"' in readme
     assert readme.count("<img ") == len(variants["PLOTS"]) and "![" not in readme
 
