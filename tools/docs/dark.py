@@ -27,7 +27,9 @@ def dark(plot: Image.Image) -> Image.Image:
     A pixel whose largest component is a has the opacity a, and its colour is divided by a. On a
     black page it therefore looks like the inverted pixel, and white becomes transparent.
     """
-    inverted = 1 - np.asarray(plot.convert("RGB"), np.float64) / 255
+    page = Image.new("RGBA", plot.size, "white")
+    page.alpha_composite(plot.convert("RGBA"))
+    inverted = 1 - np.asarray(page.convert("RGB"), np.float64) / 255
     colors = np.clip(inverted @ HUE_ROTATION.T, 0, 1)
     opacity = colors.max(axis=2, keepdims=True)
     colors = np.divide(colors, opacity, out=np.zeros_like(colors), where=opacity > 0)
