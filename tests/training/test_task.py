@@ -188,7 +188,7 @@ X = (torch.ones(4, 1), torch.ones(4, 1))
         (lambda m, b: (m(b[0]) - b[1], {}), r"its loss is float32 \(1, 1\); it must be"),
         (lambda m, b: (3.0, {}), "its loss is float; it must be"),
         (lambda m, b: m(b[0]).mean(), "TypeError.*iteration over a 0-d tensor"),
-        (lambda m, b: (m(b[0]).mean(), 3), "its metrics are a int, not"),
+        (lambda m, b: (m(b[0]).mean(), 3), "its metrics are a int; they must"),
         (lambda m, b: (m(b[0]).mean(), {"a": 3}), r'metric "a" is int; .* \(sum, count\)'),
         (lambda m, b: (m(b[0]).mean(), {"a": (b[0], 1)}), r'metric "a" is \(float32 \(1, 1\), int'),
         (lambda m, b: (m(b[0]).mean(), {3: (1, 1)}), "its metric 3 needs a string"),
