@@ -191,7 +191,7 @@ X = (torch.ones(4, 1), torch.ones(4, 1))
         (lambda m, b: (m(b[0]).mean(), 3), "its metrics are a int; they must"),
         (lambda m, b: (m(b[0]).mean(), {"a": 3}), r'metric "a" is int; .* \(sum, count\)'),
         (lambda m, b: (m(b[0]).mean(), {"a": (b[0], 1)}), r'metric "a" is \(float32 \(1, 1\), int'),
-        (lambda m, b: (m(b[0]).mean(), {3: (1, 1)}), "its metric 3 needs a string"),
+        (lambda m, b: (m(b[0]).mean(), {3: (1, 1)}), "the name of its metric 3 is not a string"),
         (lambda m, b: (m(b[0]).mean(), {"lr": (1, 1)}), '"lr" has a name that the log'),
         (lambda m, b: (m(b[0]).mean(), {"a/b": (1, 1)}), '"a/b" has an invalid name'),
         (lambda m, b: (m(b[0]).mean(), {"local_a": (1, 1)}), '"local_a" has an invalid name'),
