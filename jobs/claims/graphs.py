@@ -168,7 +168,12 @@ def laplacian_weights(options) -> Iterator[Row]:
 def _rates(name: str, n: int, seed: int) -> list[float]:
     """Return the spectral radius ρ(W − J) with Laplacian and with Metropolis–Hastings weights.
 
-    The random graph G(n, 2n) is drawn with ``seed`` and the seeds after it, until it is connected.
+    The random graph G(n, 2n) is drawn with ``seed``, ``seed`` + 1000 and so on, until it is
+    connected.
+
+    :param name: name of the graph, or "G(n, 2n)"
+    :param n: number of nodes
+    :param seed: seed of a random graph
     """
     drawn = (networkx.gnm_random_graph(n, 2 * n, seed=s) for s in itertools.count(seed, 1000))
     network = next(filter(networkx.is_connected, drawn)) if name == "G(n, 2n)" else name

@@ -49,7 +49,13 @@ class Claim(NamedTuple):
 
 
 def cell_of(study: str, nodes: int, model: str, method: str) -> Cell:
-    """Return the cell of a study that contains a method."""
+    """Return the cell of a study that contains a method.
+
+    :param study: name of the study
+    :param nodes: number of nodes
+    :param model: label of the model
+    :param method: label of the method
+    """
     return next(
         cell
         for cell in STUDIES[study]()
@@ -61,6 +67,10 @@ def results(runs: Sequence[Line], cell: Cell, method: str) -> BySeed:
     """Return the results of a method's reported runs by seed, without runs that have diverged.
 
     A result is the metric of the cell: a loss in nats, or an accuracy from 0 to 1.
+
+    :param runs: all stored runs
+    :param cell: cell that contains the method
+    :param method: label of the method
     """
     by_seed = finals(runs, cell, method, "best")
     return {s: r["figures"][cell.metric] for s, r in sorted(by_seed.items()) if r["figures"]}
@@ -197,7 +207,12 @@ def claim_lines(runs: Sequence[Line]) -> list[str]:
 
 
 def searched_text(runs: Sequence[Line], cell: Cell, method: str) -> str:
-    """Return the results of a method's search as text: a loss or accuracy at each learning rate."""
+    """Return the results of a method's search as text: a loss or accuracy at each learning rate.
+
+    :param runs: all stored runs
+    :param cell: cell that contains the method
+    :param method: label of the method
+    """
     trials = sorted(search_runs(cell, method, runs).items())
     values = [
         f"{lr:g}: {line['figures'][cell.metric]:.4f}" if line["figures"] else f"{lr:g}: diverged"

@@ -59,7 +59,13 @@ def relative_qsr(
     peak: AboveZero = 0.1,
     total: Positive | None = None,
 ) -> Cadence:
-    """Build QSR with α = ``share`` · ``peak``, where ``peak`` is the largest learning rate."""
+    """Build the quadratic synchronization rule (QSR) with α = ``share`` · ``peak``.
+
+    :param period: smallest period H₀ in steps
+    :param share: α in units of ``peak``
+    :param peak: largest learning rate of the run
+    :param total: number of steps of the run
+    """
     return cadence.qsr(period=period, alpha=share * peak, total=total)
 
 
@@ -143,12 +149,20 @@ def _ending_in_mean(method: Algorithm, decay: float, total: int) -> Algorithm:
 
 
 def ema_dmsgd(local, *, decay: Decay = 0.99, total: Positive = 1) -> Algorithm:
-    """Build DmSGD whose result is the exponential moving average of its models."""
+    """Build DmSGD whose result is the exponential moving average of its models.
+
+    :param local: local step, as for `dmsgd`
+    :param decay: decay of the moving average per step
+    :param total: number of steps of the run, after which the average replaces the model
+    """
     return _ending_in_mean(gossip.dmsgd(local), decay, total)
 
 
 def ema_parallel(local, *, decay: Decay = 0.99, total: Positive = 1) -> Algorithm:
-    """Build parallel SGD whose result is the exponential moving average of its models."""
+    """Build parallel SGD whose result is the exponential moving average of its models.
+
+    The parameters are the parameters of :func:`ema_dmsgd`.
+    """
     return _ending_in_mean(gossip.parallel(local), decay, total)
 
 
@@ -159,6 +173,11 @@ def warm_diloco(
 
     In the first ``warm`` steps, the models are averaged. The state of the local step is kept when
     DiLoCo begins.
+
+    :param local: local step
+    :param warm: number of steps before DiLoCo begins
+    :param outer_lr: outer learning rate
+    :param outer_beta: outer momentum
     """
     cold = diloco.diloco(local, outer_lr=outer_lr, outer_beta=outer_beta)
 
@@ -182,8 +201,13 @@ def after_parallel(
 ) -> Algorithm:
     """Build DiLoCo that continues a run of parallel SGD.
 
-    The first ``warm`` steps are bitwise identical to parallel SGD. If ``drop`` is true, the state
-    of the local step (Adam's) is reset afterwards.
+    The first ``warm`` steps are bitwise identical to parallel SGD.
+
+    :param local: local step, such as AdamW
+    :param warm: number of steps before DiLoCo begins
+    :param outer_lr: outer learning rate
+    :param outer_beta: outer momentum
+    :param drop: whether the state of the local step is reset when DiLoCo begins
     """
 
     def adapt(x, g, state, step: Step, out):

@@ -216,6 +216,10 @@ def _megabytes_until(study: Study, cell: Cell, loss: float) -> str:
     """Return the MB that a node sends until the training loss reaches ``loss``, as text.
 
     The training loss is averaged over 20 steps.
+
+    :param study: the study
+    :param cell: point of the grid
+    :param loss: the training loss to reach
     """
     sent = []
     for run in study.ended(cell):

@@ -110,6 +110,10 @@ def expected(gossip_graph: Graph, data: str, lr: float) -> float:
     """Return the stationary E (x_i − x̄)² of D-PSGD per coordinate, by a formula.
 
     It is a mean over nodes and over the rounds of a period.
+
+    :param gossip_graph: the graph
+    :param data: "noise", "random" or "smooth"
+    :param lr: learning rate
     """
     n = gossip_graph.n
     period = gossip_graph.period or 1
@@ -137,7 +141,10 @@ def expected(gossip_graph: Graph, data: str, lr: float) -> float:
 
 
 def measured(gossip_graph: Graph, data: str, lr: float) -> float:
-    """Return the stationary E (x_i − x̄)² of D-PSGD per coordinate, measured with the package."""
+    """Return the stationary E (x_i − x̄)² of D-PSGD per coordinate, measured with the package.
+
+    The parameters are the parameters of :func:`expected`.
+    """
     b = minima(gossip_graph.n, data, 64 if data == "random" else 1)
     period = gossip_graph.period or 1
     gap = spectral_gap(gossip_graph) if period == 1 else 1 / period

@@ -24,6 +24,10 @@ def shard(model, mesh, bf16):
 
     Each block is gathered only for its own forward and backward passes. All other parameters are
     gathered for the passes of the whole model.
+
+    :param model: the model, which is changed in place
+    :param mesh: device mesh of the ranks of the node
+    :param bf16: whether to compute in bfloat16
     """
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for block in model.blocks:

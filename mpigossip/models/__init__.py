@@ -213,7 +213,8 @@ def _build(name: str, shape: Shape, classes: int, options: Mapping[str, Any]) ->
     except (Exception, SystemExit) as error:
         raise JobError(
             f'model.name = "{name}" can\'t be built with the options {options} for samples of '
-            f"shape {tuple(shape)} and {classes} classes: {describe_exception(error)}"
+            f"shape {tuple(shape)} and {classes} classes: {describe_exception(error)}; change "
+            "section [model], or the function that it names"
         ) from error
     if not isinstance(network, nn.Module):
         raise JobError(

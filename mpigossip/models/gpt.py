@@ -74,7 +74,8 @@ class GPT(nn.Module):
     """Language model, which maps tokens (B, T) int64 to scores (B, T, classes).
 
     Input and output use the same embedding matrix. The parameters are the parameters of
-    :func:`gpt`; ``context`` is the largest number T of tokens in a sample.
+    :func:`gpt`, except that ``context`` is the largest number T of tokens in a sample, and
+    ``rotary`` states whether positions are rotary.
     """
 
     def __init__(

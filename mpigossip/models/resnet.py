@@ -135,7 +135,7 @@ def _small(name: str, shape: Shape, classes: int, blocks: int, width: int) -> nn
     :param shape: shape of a sample, (C, H, W)
     :param classes: number of classes
     :param blocks: number of blocks per stage
-    :param width: number of channels of the first stage; each further stage has twice as many
+    :param width: number of channels of the first stage, which doubles with each further stage
     """
     channels, _, _ = image_shape(shape, name, 4)
     layers: list[nn.Module] = [

@@ -339,10 +339,13 @@ def _describe_invalid(loss: Any, metrics: Any) -> str:
         what = form(loss) if isinstance(loss, Tensor) else type(loss).__name__
         return f"its loss is {what}; it must be the mean, a float tensor of shape ()"
     if not isinstance(metrics, Mapping):
-        return f"its metrics are a {type(metrics).__name__}, not {{name: (sum, count)}}"
+        return (
+            f"its metrics are a {type(metrics).__name__}; they must be a mapping, "
+            "{name: (sum, count)}"
+        )
     for name, pair in metrics.items():
         if not isinstance(name, str):
-            return f"its metric {name!r} needs a string as its name"
+            return f"the name of its metric {name!r} is not a string; use a string"
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(_number, pair))):
             what = form(pair)
             return f'its metric "{name}" is {what}; it must be two numbers, (sum, count)'

@@ -208,6 +208,10 @@ def _training(job: Job, run: Path | str, jobs: Path) -> list[str]:
 def _train(checkout: Checkout, job: Job, folder: Path, result: Result) -> None:
     """Train a job in the folder ``folder / "run"``, and store its digest and hashes of its log.
 
+    :param checkout: the checkout
+    :param job: the job
+    :param folder: folder for the files of the job
+    :param result: result in which the values are stored
     :raises CommandFailed: if the command fails
     """
     run = folder / "run"
@@ -221,6 +225,11 @@ def _resume(
 ) -> None:
     """Resume OLD's run from its second last checkpoint in this checkout, and store the digest.
 
+    :param checkout: the checkout
+    :param job: the job
+    :param folder: folder for the files of the job
+    :param old_run: function that returns the path of OLD's run directory for the name of a job
+    :param result: result in which the digest is stored
     :raises CommandFailed: if the command fails. The code is then 1, because code 2 would mean that
         the checkout rejects the job
     """
@@ -281,9 +290,14 @@ def hash_columns(log: Path) -> dict[str, str]:
 def _read(checkout: Checkout, job: Job, folder: Path, old_run: Path, result: Result) -> None:
     """Read OLD's run by a command of this checkout, and store hashes of the file that it writes.
 
-    Hashed are the columns of a CSV file and the tensors of a safetensors file. Any other file only
+    The columns of a CSV file and the tensors of a safetensors file are hashed. Any other file only
     has to exist and must not be empty.
 
+    :param checkout: the checkout
+    :param job: the job
+    :param folder: folder for the files that the command writes
+    :param old_run: OLD's run directory
+    :param result: result in which the hashes are stored
     :raises CommandFailed: if the command fails, or if the file is missing or empty
     """
     words = [str(old_run) if word == "RUN" else word for word in job.settings]
