@@ -37,8 +37,8 @@ EVERY_S = 0.5
 GRACE_S = 4.0
 """Seconds for which the watchdog waits until the training thread raises the failure itself.
 
-If the training thread hangs, the watchdog then ends the job. The time is less than `LEAVE_S`, after
-which a rank that waits for this one in vain ends the job."""
+If the training thread hangs, the watchdog then ends the job. The time is less than
+`cluster.process.LEAVE_S`, after which a rank that waits for this one in vain ends the job."""
 
 
 class TorchGroup:

@@ -140,6 +140,8 @@ class Nccl(Transport):
     def _wait_for_works(self, what: str, ranks: Sequence[int]) -> float:
         """Wait until all work that was started is done; return the seconds waited.
 
+        :param what: description of the transfer, which begins the error message
+        :param ranks: the other ranks of the transfer; empty: all ranks are awaited
         :raises WaitTimeoutError: at the time limit; it names the ranks of the transfer
         """
 
