@@ -174,6 +174,10 @@ class TorchGroup:
 
         No other thread may call CUDA until all slots have launched: a call that waits for the
         device would also wait for the launches of the other slots.
+
+        :param call: name of the collective, for messages
+        :param work: function of the index of a local slot that launches the slot's part
+        :raises GroupError: if the collective fails
         """
         self._call = f"{call} over the node's slots"
         self._works = []

@@ -306,7 +306,7 @@ WIRES: dict[str, Callable[..., Wire]] = {
     "random-k": random_k,
     "shared-k": shared_k,
 }
-"""Functions that build a wire, by its name in `node.wire`; their parameters are among those of
+"""Functions that build a wire, by its name in `node.wire`; each has some of the parameters of
 :func:`wire`."""
 
 

@@ -212,7 +212,7 @@ def chunk_size(nbytes: int, rate: float) -> int:
 
     A chunk takes about ``CHUNK_S`` seconds to send, but it is at most an eighth of the message, so
     that the sum of one chunk overlaps with the transfer of the next. Chunks divide the message
-    evenly, because a short last one would wait for as many round trips as a long one.
+    evenly, because a short last one would wait for the same number of round trips as a long one.
     """
     target = max(SMALLEST, min(nbytes / 8, rate * CHUNK_S))
     return max(1, -(-nbytes // max(1, round(nbytes / target))))

@@ -402,7 +402,10 @@ class FaultTolerant(Synchronous):
     def __init__(
         self, graph, layout: MessageLayout, world: World, *, timeout_s=300.0, on_devices=None
     ):
-        """Open the transport; collective. Messages of GPUs go through host memory."""
+        """Open the transport; collective. Messages of GPUs go through host memory.
+
+        :class:`Synchronous` describes the parameters.
+        """
         super().__init__(
             graph,
             layout,

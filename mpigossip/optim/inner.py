@@ -91,6 +91,8 @@ class OptimizerState:
     def _pairs(self, name: str, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each parameter's array ``name``, and the parameter's part of ``flat``.
 
+        :param name: key of the array in the optimizer's state
+        :param flat: array (rows, P) with the layout of the flat parameters
         :raises JobError: if an optimizer has made steps, but has no such array
         """
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -120,7 +120,11 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def copied(optimizer: torch.optim.Optimizer, spare: Inner) -> Inner:
-    """Copy the optimizer's state to host memory, reusing memory of ``spare`` of the same shape."""
+    """Copy the optimizer's state to host memory.
+
+    :param optimizer: the torch optimizer
+    :param spare: result of an earlier call, whose arrays of equal shape and dtype are overwritten
+    """
     copies: Inner = []
     for index, p in enumerate(_parameters(optimizer)):
         before = spare[index] if index < len(spare) else {}
@@ -232,8 +236,8 @@ def of_rank(model: nn.Module, keeps: Mapping[str, Any]) -> SavedRank:
 def of_node(state: SavedRank, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
     """Return the states of all ranks of the node on its rank 0; collective over the node.
 
-    On the other ranks, the result is empty. A kept object that is equal on rank 0 and another rank is
-    included once.
+    On the other ranks, the result is empty. A kept object that is equal on rank 0 and another rank
+    is included once.
 
     :param state: state of this rank
     :param world: all ranks

@@ -157,5 +157,5 @@ def _check_mesh(name: str, parameter: Any, world: World | None) -> None:
         raise JobError(
             f"parameter {name} is a DTensor with placements {parameter.placements}: only "
             "fully_shard is supported inside a node, but neither parallelize_module nor replicas "
-            "(HSDP), which gossip replaces"
+            "(HSDP), which gossip replaces: call fully_shard(model, mesh=world.node_mesh()) only"
         )
