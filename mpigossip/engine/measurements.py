@@ -40,7 +40,7 @@ class StepMetrics:
     gradient_norm: torch.Tensor
     mixed_distance: torch.Tensor
     """‖mixed − sent‖ of the first vector of the message, by which the exchange moved it; NaN if it
-    was not computed.
+    was not computed, and 0 if the step was measured but exchanged nothing.
     """
     consensus_distance: float
     """Consensus distance; NaN if it was not measured."""

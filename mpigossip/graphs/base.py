@@ -141,7 +141,8 @@ class Graph:
     Two graphs are equal if their schedules and their `times` are equal: the same rounds with the
     same weights in the same order of summation. The name and the options do not count. Rounds ``t``
     and nodes ``i``, ``j`` are counted from 0. The constructor raises GraphError if there is no
-    round, or if neither the rows nor the columns of a round sum to one.
+    round, if rounds have different numbers of nodes or more in-neighbours than stated, or if
+    neither the rows nor the columns of a round sum to one.
     """
 
     schedule: Schedule

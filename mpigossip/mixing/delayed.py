@@ -95,7 +95,10 @@ def _end_times(faults: Faults, block: int) -> np.ndarray:
 
 
 def readers(graph, node: int) -> list[int]:
-    """Return the nodes that receive from ``node`` in at least one round, in ascending order."""
+    """Return the nodes that receive from ``node`` in at least one round, in ascending order.
+
+    For a graph without a period, these are all other nodes.
+    """
     if graph.period is None:
         return [j for j in range(graph.n) if j != node]
     receivers = {int(j) for t in range(graph.period) for j in graph.receivers(t, node)}

@@ -125,7 +125,8 @@ def _is_pair(graph, t: int, rank: int, other: int) -> bool:
 def inbox_buffers(graph, rank: int, near: Near = ()) -> int:
     """Return the largest number of in-neighbours that send to ``rank`` in one round.
 
-    In-neighbours whose memory the rank reads in place (``near``) are not counted.
+    In-neighbours whose memory the rank reads in place (``near``) are not counted. For a graph
+    without a period, the result is its degree.
     """
     if graph.period is None:
         return graph.degree
@@ -136,7 +137,8 @@ def inbox_buffers(graph, rank: int, near: Near = ()) -> int:
 def sums_in_inbox(graph, rank: int) -> bool:
     """Return whether the weighted sum of every round can be written over a received message.
 
-    This is so if ``rank`` has in-neighbours in every round, and no round averages all nodes.
+    This is so if the graph has a period, ``rank`` has in-neighbours in every round of it, and no
+    round averages all nodes.
     """
     rounds = range(graph.period or 0)
     sums = [len(graph.neighbours(t, rank)[0]) and not is_average(graph, t) for t in rounds]

@@ -229,9 +229,11 @@ class Window(WindowAccess):
                 senders[rank].append(sender)
         self.rank = world.rank
         self.in_neighbours = senders[self.rank]
-        """Ranks that this rank receives from in any round, ascending."""
+        """Ranks that this rank receives from in any round, ascending; all others, if the graph has
+        no period."""
         self.out_neighbours = all_readers[self.rank]
-        """Ranks that this rank sends to in any round, ascending."""
+        """Ranks that this rank sends to in any round, ascending; all others, if the graph has no
+        period."""
         self.push_sum = push_sum
         """True if values have a push-sum weight."""
         self.torn = 0
