@@ -172,7 +172,13 @@ def _each(period: int, last: ExchangeKind, others: ExchangeKind) -> Cadence:
 def _in_turn(
     kind: ExchangeKind, period: int | ByNode, fragments: int | ModuleNames, delay: int
 ) -> Cadence:
-    """Return a cadence that exchanges each fragment once per ``period`` and is otherwise local."""
+    """Return a cadence that exchanges each fragment once per ``period`` and is otherwise local.
+
+    :param kind: kind of the exchanges
+    :param period: H in steps, or the number of local steps of each node in a period
+    :param fragments: number of fragments, or the modules of each
+    :param delay: number of steps from sending a fragment to applying it
+    """
     periods: tuple[int, ...] = () if isinstance(period, int) else period
     longest = period if isinstance(period, int) else max(period)
     if isinstance(fragments, int):

@@ -191,6 +191,11 @@ def _eager(local: Local, outer_lr: float, outer_beta: float, nodes: int) -> Algo
     The received average (1/n) Σ_j δ_j is used in the next outer step: o starts as 0, and becomes
 
     o ← (1/n) Σ_j δ_j − δ/n.
+
+    :param local: local step
+    :param outer_lr: α
+    :param outer_beta: β
+    :param nodes: n
     """
 
     def send(x, g, state: Eager, out, step: Step):

@@ -47,8 +47,7 @@ def muon(
     :param beta1: β₁ of AdamW
     :param beta2: β₂ of AdamW
     :param eps: ε of AdamW
-    :raises JobError: if torch has no Muon, a pattern in ``adamw_for`` matches no matrix, or no
-        matrix is left for Muon
+    :raises JobError: if a pattern in ``adamw_for`` matches no matrix, or no matrix is left for Muon
     """
     if layout is None:
         return Local(zeros(Moments), _unknown, whole=True)

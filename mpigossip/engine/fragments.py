@@ -158,14 +158,25 @@ class FragmentExchange:
         return gathered
 
     def _gather_state(self, needs: Any, state: Any, columns: Columns) -> Any:
-        """Gather the fields of a nested state that the exchange needs."""
+        """Gather the fields of a nested state that the exchange needs.
+
+        :param needs: nested NamedTuple with these fields, whose tensors are not used
+        :param state: state of the algorithm for a segment, which has these fields and others
+        :param columns: columns of the fragment
+        """
         if isinstance(needs, torch.Tensor):
             return self._gather(state, columns)
         pairs = ((getattr(needs, f), getattr(state, f)) for f in needs._fields)
         return type(needs)(*(self._gather_state(*pair, columns) for pair in pairs))
 
     def _apply(self, x: torch.Tensor, k: int, fragment: int, weight: float) -> None:
-        """Blend the received elements of a fragment into the parameters x of segment k."""
+        """Blend the received elements of a fragment into the parameters x of segment k.
+
+        :param x: parameters of the segment, (rows, elements)
+        :param k: number of the segment
+        :param fragment: number of the fragment
+        :param weight: weight γ of the received elements
+        """
         for c in self.fragments.cuts[k][fragment]:
             _blend(x[:, c], self._received[k][:, c], weight)
 

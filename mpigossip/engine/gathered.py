@@ -100,7 +100,11 @@ class Gathered(Mixer):
     def _gather(
         self, arrays: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return the whole vectors, (1, P), gathered from the shards of all ranks."""
+        """Return the whole vectors, (1, P), gathered from the shards of all ranks.
+
+        :param arrays: memory of the whole vectors, with padding
+        :param parts: shard of each vector that this rank has exchanged
+        """
         for array, part in zip(arrays, parts, strict=True):
             (shard,) = shard_views([array], self._group.slots, self._group.local_slots)
             self._group.all_gather([shard.copy_(part)], [array])

@@ -40,7 +40,7 @@ class StepMetrics:
     gradient_norm: torch.Tensor
     mixed_distance: torch.Tensor
     """‖mixed − sent‖ of the first vector of the message, by which the exchange moved it; NaN if it
-    was not computed.
+    was not computed, and 0 if the step was measured but exchanged nothing.
     """
     consensus_distance: float
     """Consensus distance; NaN if it was not measured."""
@@ -50,7 +50,7 @@ class StepMetrics:
     (waiting for other nodes).
     """
     bytes_sent: list[int] = field(default_factory=list)
-    """Bytes that each row has sent to other nodes."""
+    """Bytes that each row has sent to other nodes since the start of the run."""
     staleness: list[float] = field(default_factory=list)
     """Mean age, in rounds, of the models that each row averaged with."""
     metrics: dict[str, Any] = field(default_factory=dict)

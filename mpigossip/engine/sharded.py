@@ -316,7 +316,11 @@ class ShardedParameters(ModuleParameters):
         return x.data_ptr() + x.element_size() * self.local_layout.offsets[k]
 
     def _lay(self, k: int, memory: torch.Tensor | None) -> None:
-        """Place torch's shard of parameter k, including its padding, in this memory."""
+        """Place torch's shard of parameter k, including its padding, in this memory.
+
+        :param k: index of the parameter
+        :param memory: new memory; None: the shard is a copy, and stays where it is
+        """
         if memory is not None:
             shape = self.local_layout.shapes[k]
             self._private[k]._sharded_param_data = memory

@@ -297,6 +297,9 @@ def random_move(plan: CandidateGraph, rng: np.random.Generator) -> Move | None:
     A move exchanges ends of two orbits, changes the shift of an orbit, moves an orbit to other
     nodes, or adds an orbit if there are fewer edges than allowed. `CandidateGraph.apply` finds out
     whether the move is allowed.
+
+    :param plan: candidate, which is not changed
+    :param rng: random number generator
     """
     orbits = plan.orbits
     m = plan.m

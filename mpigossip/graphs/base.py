@@ -31,7 +31,9 @@ def checked_seed(seed: object, what: str) -> int:
     :raises GraphError: if the seed is no such integer; the message begins with ``what``
     """
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or operator.index(seed) < 0:
-        raise GraphError(f"{what}: the seed must be an integer ≥ 0, got {seed!r}")
+        raise GraphError(
+            f"{what}: the seed must be an integer ≥ 0, got {seed!r}; pass one, such as 0"
+        )
     return operator.index(seed)
 
 
@@ -139,7 +141,8 @@ class Graph:
     Two graphs are equal if their schedules and their `times` are equal: the same rounds with the
     same weights in the same order of summation. The name and the options do not count. Rounds ``t``
     and nodes ``i``, ``j`` are counted from 0. The constructor raises GraphError if there is no
-    round, or if neither the rows nor the columns of a round sum to one.
+    round, if rounds have different numbers of nodes or more in-neighbours than stated, or if
+    neither the rows nor the columns of a round sum to one.
     """
 
     schedule: Schedule
@@ -357,7 +360,9 @@ def from_matrices(matrices: Sequence[np.ndarray] | np.ndarray, name: str = "matr
         try:
             matrix = np.asarray(matrix, np.float64)
         except (TypeError, ValueError) as error:
-            raise GraphError(f"mixing matrix {t} is not an array of numbers: {error}") from error
+            raise GraphError(
+                f"mixing matrix {t} is not an array of numbers: {error}; give an array (n, n)"
+            ) from error
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
             raise GraphError(f"mixing matrix {t} has shape {matrix.shape}; it must be square")
         if not np.isfinite(matrix).all():

@@ -24,6 +24,9 @@ def identity(n: int, seed: int = 0) -> Graph:
     """Return the graph without edges, W = I, in which nothing is sent.
 
     It has degree 0 and period 1. If n > 1, it never averages.
+
+    :param n: number of nodes
+    :param seed: not used
     """
     return static(Circulant(n, 1.0))
 
@@ -32,6 +35,9 @@ def complete(n: int, seed: int = 0) -> Graph:
     """Return the complete graph, W = 11ᵀ/n.
 
     It has degree n−1 and period 1, and computes the exact average in one round.
+
+    :param n: number of nodes
+    :param seed: not used
     """
     return static(Circulant(n, 1 / n, tuple(range(1, n)), (1 / n,) * (n - 1)))
 
@@ -52,6 +58,9 @@ def ring(n: int, seed: int = 0) -> Graph:
     It is symmetric, with degree 2, period 1 and spectral gap 2/3 (1 − cos(2π/n)) = O(1/n²). For n >
     3, it converges to the average, but does not reach it. If n = 2, there is one neighbour, all
     weights are 1/2, and the spectral gap is 1.
+
+    :param n: number of nodes
+    :param seed: not used
     """
     return both_ways(n, range(1, 2))
 
@@ -75,7 +84,11 @@ def ring_lattice(n: int, seed: int = 0, *, degree: int = 4) -> Graph:
 
 
 def path(n: int, seed: int = 0) -> Graph:
-    """Return the path 0 — 1 — … — n−1, with degree 2, period 1 and spectral gap O(1/n²)."""
+    """Return the path 0 — 1 — … — n−1, with degree 2, period 1 and spectral gap O(1/n²).
+
+    :param n: number of nodes
+    :param seed: not used
+    """
     return undirected(n, [(i, i + 1) for i in range(n - 1)])
 
 
@@ -84,6 +97,9 @@ def star(n: int, seed: int = 0) -> Graph:
 
     It has degree n−1 (at node 0 only) and period 1. With Metropolis–Hastings weights, which are
     1/n, the spectral gap is 1/n.
+
+    :param n: number of nodes
+    :param seed: not used
     """
     return undirected(n, [(0, i) for i in range(1, n)])
 
@@ -146,6 +162,8 @@ def hypercube(n: int, seed: int = 0) -> Graph:
 
     The graph has degree τ = log2 n, period 1, weights 1/(τ+1) and spectral gap 2/(τ+1).
 
+    :param n: number of nodes
+    :param seed: not used
     :raises GraphError: if n is not a power of two
     """
     check_power_of_two("hypercube", n)
@@ -158,6 +176,11 @@ def _connected(name: str, n: int, seed: int, draw: Callable[[int], Any], remedy:
 
     The numbers are random and depend on n and the seed only.
 
+    :param name: name of the graph, for the message
+    :param n: number of nodes
+    :param seed: seed of the numbers
+    :param draw: function of a number from 0 to 2³² − 1 that returns a networkx graph
+    :param remedy: end of the message
     :raises GraphError: if none of TRIES graphs is connected; the message ends with ``remedy``
     """
     import networkx

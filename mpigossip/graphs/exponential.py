@@ -45,6 +45,9 @@ def exponential(n: int, seed: int = 0) -> Graph:
     τ = ⌈log2 n⌉ is the degree. The graph is directed and doubly stochastic, and has period 1. For n
     > 3, it converges to the average, but does not reach it. The spectral gap is 2/(1+τ) for even n
     and larger for odd n (Ying et al. 2021, proposition 1).
+
+    :param n: number of nodes
+    :param seed: not used
     """
     return static(from_behind(n, *(2**k for k in range(rounds_needed(n)))))
 
@@ -119,6 +122,8 @@ def alternating_exponential_ring(n: int, seed: int = 0) -> Graph:
     computes the exact average in each period. Source: Wang et al., From promise to practice
     (Decent-DP), ICLR 2025, arXiv 2410.11998.
 
+    :param n: number of nodes
+    :param seed: not used
     :raises GraphError: if n is not a power of two
     """
     check_power_of_two("alternating-exponential-ring", n)

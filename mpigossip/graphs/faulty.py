@@ -32,7 +32,12 @@ def least_rounds(share: float) -> float:
 
 
 def _check(share: float, rounds: float, names: tuple[str, str]) -> None:
-    """Raise GraphError if ``rounds`` is not 0, but smaller than `least_rounds(share)`."""
+    """Raise GraphError if ``rounds`` is not 0, but smaller than `least_rounds(share)`.
+
+    :param share: probability that an item is off in a round
+    :param rounds: mean number of consecutive rounds in which an item is off
+    :param names: names of the two numbers in the message
+    """
     if rounds and not rounds >= (minimum := least_rounds(share)):
         raise GraphError(
             f"{names[1]} = {rounds:g}: must be at least 1/(1 - {names[0]}) = {minimum:.6g}, or 0 "

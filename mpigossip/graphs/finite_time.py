@@ -47,7 +47,8 @@ def _add_clique(pairs: Pairs, nodes: Sequence[int]) -> None:
 def _hyper_hypercube(nodes: Sequence[int], k: int) -> list[Pairs]:
     """Return rounds of a hyper-hypercube, after which all given nodes hold their mean.
 
-    No prime factor of len(nodes) may be larger than k+1.
+    :param nodes: numbers of the nodes; no prime factor of their count may be larger than k+1
+    :param k: largest number of neighbours of a node in a round
     """
     rounds = []
     stride = 1
@@ -80,6 +81,9 @@ def _simple_base(nodes: Sequence[int], k: int) -> list[Pairs]:
     blocks exchanges with one partner in each sub-block of V_l. The weight is chosen so that the
     mean of each sub-block, and the mean of the later blocks, becomes the mean of all nodes.
     Finally, the sub-blocks average internally.
+
+    :param nodes: numbers of the nodes
+    :param k: largest number of neighbours of a node in a round
     """
     if factors(len(nodes), k + 1) is not None:
         return _hyper_hypercube(nodes, k)
@@ -116,9 +120,14 @@ def _pull(
 ) -> None:
     """Add edges from each node of blocks[1:] to one node of each sub-block of blocks[0].
 
-    `subs` are these sub-blocks. The remaining nodes of blocks[0] hold the same value, and form
-    cliques of at most k+1 nodes (the inner edges of the paper). The cliques do not change the
-    average, but they mix values further if the nodes take gradient steps between the rounds.
+    The remaining nodes of blocks[0] hold the same value, and form cliques of at most k+1 nodes (the
+    inner edges of the paper). The cliques do not change the average, but they mix values further if
+    the nodes take gradient steps between the rounds.
+
+    :param pairs: round under construction, to which the edges are added
+    :param blocks: nodes of the first block and of the later ones
+    :param subs: sub-blocks of the first block
+    :param k: largest number of neighbours of a node in a round
     """
     later = [i for block in blocks[1:] for i in block]
     weight = len(blocks[0]) / (len(blocks[0]) + len(later)) / len(subs)
@@ -275,6 +284,9 @@ def ceca(n: int, seed: int = 0) -> Graph:
     There is one round for each binary digit d of n − 1, from the highest, and c is 0 in the first
     round. In a round, node i receives from node i − c − d; then c ← 2c + d. The rounds alone do not
     average; the algorithm does.
+
+    :param n: number of nodes
+    :param seed: not used
     """
     rounds = []
     c = 0

@@ -86,7 +86,13 @@ class _Best:
     reported_s: float = -1.0
 
     def keep_better(self, plan: CandidateGraph | list[tuple[int, int]], score: float) -> None:
-        """Keep a candidate if its score is larger than the best by more than the rounding unit."""
+        """Keep a candidate if its score is larger than the best by more than the rounding unit.
+
+        Progress is reported if half a second has passed since the last report.
+
+        :param plan: the candidate, or its edges
+        :param score: its score, as `SearchTask.score` returns it
+        """
         if score > self.score + 1.5 * GRAIN:
             # Set the edges first: if Ctrl-C interrupts here, they are at least as good as the
             # score.

@@ -52,7 +52,9 @@ def _round(network: Any, weights: str | None, order: Sequence[object]) -> Round:
         try:
             values = np.array(list(weight_of.values()), np.float64)
         except (TypeError, ValueError) as error:
-            raise GraphError(f'the "weight" of an edge must be a number: {error}') from None
+            raise GraphError(
+                f'the "weight" of an edge must be a number: {error}; correct it'
+            ) from None
         return SparseMatrix.from_edges(n, to, source, values)
     chosen = weights or ("uniform" if network.is_directed() else "metropolis-hastings")
     return rule(chosen)(SparseMatrix.from_edges(n, to, source, 1.0))
@@ -226,7 +228,9 @@ def _opened(path: Path) -> Iterator[Any]:
         raise GraphError(f"graph file {error}") from error
     except Exception as error:  # readers raise many kinds of errors
         kind = {".json": "JSON"}.get(path.suffix, path.suffix[1:])
-        raise GraphError(f'graph file "{path}" can\'t be read as {kind}: {error}') from error
+        raise GraphError(
+            f'graph file "{path}" can\'t be read as {kind}: {error}; check its content'
+        ) from error
 
 
 def from_file(path: str | Path) -> Graph:

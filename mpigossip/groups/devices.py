@@ -85,6 +85,7 @@ def make_group(
     :param world: world of the run; if its nodes have several ranks, the call is collective over it
     :param sums: order of sums between GPUs: "slots" or "nccl"
     :raises GroupError: if the slots can't work together
+    :raises Failure: if a torch process group can't connect them
     """
     node = world.nodes.intra_node if world else None
     on_gpus = len(set(devices)) > 1 or (node is not None and devices[0] != "cpu")

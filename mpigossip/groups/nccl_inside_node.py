@@ -37,8 +37,8 @@ EVERY_S = 0.5
 GRACE_S = 4.0
 """Seconds for which the watchdog waits until the training thread raises the failure itself.
 
-If the training thread hangs, the watchdog then ends the job. The time is less than `LEAVE_S`, after
-which a rank that waits for this one in vain ends the job."""
+If the training thread hangs, the watchdog then ends the job. The time is less than
+`cluster.process.LEAVE_S`, after which a rank that waits for this one in vain ends the job."""
 
 
 class TorchGroup:
@@ -174,6 +174,10 @@ class TorchGroup:
 
         No other thread may call CUDA until all slots have launched: a call that waits for the
         device would also wait for the launches of the other slots.
+
+        :param call: name of the collective, for messages
+        :param work: function of the index of a local slot that launches the slot's part
+        :raises GroupError: if the collective fails
         """
         self._call = f"{call} over the node's slots"
         self._works = []

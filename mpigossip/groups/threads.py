@@ -95,7 +95,8 @@ class ThreadGroup(Group):
     def _late(self, slot: int) -> str:
         name = f"slot {self._first + slot} of this node, on {self.devices[slot]}"
         return (
-            f"{name}, has not finished (waited {self._limit:g} s after the others; node.timeout_s)"
+            f"{name}, has not finished (waited {self._limit:g} s after the others): increase "
+            "node.timeout_s if its work takes longer"
         )
 
     def _take(self, done: queue.SimpleQueue, failed: bool) -> Any:

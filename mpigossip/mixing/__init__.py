@@ -34,6 +34,7 @@ def mixer_class(mixer: str, where: str) -> Any:
     :param where: location of the nodes, "process", "ranks", "survivors" or "devices", as in
         `MIXERS`
     :raises ValueError: if `MIXERS` has no such entry
+    :raises LaunchError: if the mixer needs MPI, and mpi4py can't load it
     """
     if (mixer, where) not in MIXERS:
         available = ", ".join(f'"{name}"' for name, location in MIXERS if location == where)
@@ -81,6 +82,8 @@ def open_mixer(
     :param exchange: transport of GPU memory, as in `node.exchange`
     :param timeout_s: time limit of each wait for other ranks, in seconds
     :param ages: delay table of a simulated asynchronous run; None otherwise
+    :raises ValueError: if there is no such mixer for the slots and ranks of this run
+    :raises TransportUnavailable: on all ranks, if the transport named by ``exchange`` can't be used
     """
     options = {
         "world": world,

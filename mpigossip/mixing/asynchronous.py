@@ -185,7 +185,8 @@ class Asynchronous(WindowAccess, RankMixer):
         if self._window.Get_attr(MPI.WIN_MODEL) != MPI.WIN_UNIFIED:
             raise JobError(
                 'node.mixer = "asynchronous": the windows of this MPI have separate public and '
-                'private copies, which other ranks can\'t read at any time; set "synchronous"'
+                "private copies, which other ranks can't read at any time; set "
+                'node.mixer = "synchronous"'
             )
         self._words[ROUND] = -1
         self._window.Sync()

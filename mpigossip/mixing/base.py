@@ -188,8 +188,8 @@ class Mixer:
     It is 0 for a synchronous mixer, NaN if the node received none, and negative if its neighbours
     are ahead of it."""
     state_mixers: Mapping[str, Mixer] = {}
-    """Mixers of the arrays of the local step that are averaged, too, by name; whoever closes this
-    mixer closes them."""
+    """Mixers of the arrays of the local step that are averaged, too, by name; `close_mixer` closes
+    them together with this mixer."""
     _near: Sequence[frozenset[int]] = ()
 
     def __init__(self, graph, layout: Any, rows: Sequence[int]):

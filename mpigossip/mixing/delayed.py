@@ -60,7 +60,7 @@ class Faults:
         """Return the delay table at round t, an int array (n, n).
 
         Node i ends its round t at time T_i(t), the sum of its :meth:`costs` since all nodes last
-        waited for each other. At this time, it receives the newest model of node j, that of the
+        waited for each other. At this time, it receives the newest model of node j, from the
         last round s with T_j(s) ≤ T_i(t), so that its age is t − s. If node j is ahead of node i,
         the age is 0.
         """
@@ -95,7 +95,10 @@ def _end_times(faults: Faults, block: int) -> np.ndarray:
 
 
 def readers(graph, node: int) -> list[int]:
-    """Return the nodes that receive from ``node`` in at least one round, in ascending order."""
+    """Return the nodes that receive from ``node`` in at least one round, in ascending order.
+
+    For a graph without a period, these are all other nodes.
+    """
     if graph.period is None:
         return [j for j in range(graph.n) if j != node]
     receivers = {int(j) for t in range(graph.period) for j in graph.receivers(t, node)}

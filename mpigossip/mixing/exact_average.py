@@ -90,7 +90,7 @@ def _reduce_scatter(
     """Average the chunk with the index ``rank`` over all ranks; return the seconds waited.
 
     The average is written to the same chunk of ``out``. ``inboxes`` holds for each slot an array
-    (n, elements) for the chunks of the other ranks.
+    (n, elements) for the chunks of the other ranks. :func:`average` describes the other parameters.
     """
     summed = range(len(own[0]))
     sent = {(j, s): chunks[j] for s, chunks in enumerate(own) for j in summed if j != rank}
@@ -111,7 +111,8 @@ def _reduce_scatter(
 def _all_gather(rank: int, n: int, out: Chunks, swap: Swap) -> float:
     """Send the chunk with the index ``rank`` to all ranks; return the seconds waited.
 
-    The chunks of the other ranks are received in their positions in ``out``.
+    The chunks of the other ranks are received in their positions in ``out``. :func:`average`
+    describes the other parameters.
     """
     summed = range(len(out[0]))
     slots = range(len(out))
@@ -224,6 +225,10 @@ class RankMixer(Mixer):
     def __init__(self, graph, layout: MessageLayout, world: World, timeout_s: float):
         """Duplicate the communicator; collective over ``world``.
 
+        :param graph: graph of ``world.size`` nodes
+        :param layout: layout of a node's message
+        :param world: world whose rank i is node i
+        :param timeout_s: time limit of each wait for other ranks, in seconds
         :raises ValueError: if the graph does not have ``world.size`` nodes, or if the vectors of a
             message with scalars are not a multiple of 8 bytes
         """

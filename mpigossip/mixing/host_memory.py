@@ -29,8 +29,8 @@ class SharedOutboxes:
     notification before it writes to its outbox again. ``Win.Sync`` orders memory accesses and
     notifications. READY also means that the result area of the rank is free. If two ranks average
     only with each other, each of them writes one half of the result to the result area of one of
-    them, where both read it. The ranks in parameters of methods are numbers of the mixer; ranks on
-    other hosts are ignored.
+    them, where both read it. In parameters of methods, ranks are numbers of the mixer, ranks on
+    other hosts are ignored, and ``t`` is the number of the round.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], nbytes: int, timeout_s: float):
@@ -195,6 +195,10 @@ def share_memory(comm: MPI.Intracomm, nbytes: int, timeout_s: float) -> SharedOu
     """Open the shared memory of the ranks of this host; collective over ``comm``.
 
     Return None if no other rank is on this host, although ``comm`` has several ranks.
+
+    :param comm: communicator of all nodes
+    :param nbytes: bytes of a message
+    :param timeout_s: time limit of each wait, in seconds
     """
     on_host: Any = comm.Split_type(MPI.COMM_TYPE_SHARED)
     try:
@@ -376,6 +380,12 @@ def host_buffers(
 
     "transport" is ``transport.outbox``, from which it sends fastest; if it is None, the memory is
     new. If all ranks share memory, there is no transport, and no ``codes`` either.
+
+    :param layout: layout of the message
+    :param rank: number of this rank
+    :param n: number of ranks
+    :param shared: shared memory of this host; None: private memory
+    :param transport: transport to other ranks; None: there is none
     """
     lossy = not layout.wire.exact
     if shared and lossy:

@@ -231,6 +231,8 @@ def top_k_int2(density: float) -> Wire:
     bucket. A bucket takes 1¼ k + 6 bytes, where k is the number of its values that are sent. The
     wire is a contraction only up to k = 9: small values become ⅓ s, so that ‖Q(v) − v‖² can
     approach (k − 1)/9 ‖v‖².
+
+    :param density: as in :func:`top_k`
     """
     k = math.ceil(BUCKET * density)
 
@@ -286,7 +288,10 @@ def random_k(density: float, seed: int) -> Wire:
 
 
 def shared_k(density: float, seed: int) -> Wire:
-    """Return the wire of :func:`random_k` with the same positions on all nodes, as in SPARTA."""
+    """Return the wire of :func:`random_k` with the same positions on all nodes, as in SPARTA.
+
+    The parameters are described there.
+    """
     return random_k(density, seed)._replace(name="shared-k", shared=True)
 
 
@@ -301,7 +306,7 @@ WIRES: dict[str, Callable[..., Wire]] = {
     "random-k": random_k,
     "shared-k": shared_k,
 }
-"""Functions that build a wire, by its name in `node.wire`; their parameters are among those of
+"""Functions that build a wire, by its name in `node.wire`; each has some of the parameters of
 :func:`wire`."""
 
 

@@ -172,6 +172,9 @@ def wait_all(
 ) -> float:
     """Wait for all requests; return the seconds waited.
 
+    If the wait fails, the requests that are not complete are kept alive, because MPI may still
+    write to their buffers.
+
     :param pending: requests by key; completed ones are removed
     :param timeout_s: time limit in seconds
     :param describe_late: function of a key that returns the error message

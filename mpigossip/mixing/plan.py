@@ -125,7 +125,8 @@ def _is_pair(graph, t: int, rank: int, other: int) -> bool:
 def inbox_buffers(graph, rank: int, near: Near = ()) -> int:
     """Return the largest number of in-neighbours that send to ``rank`` in one round.
 
-    In-neighbours whose memory the rank reads in place (``near``) are not counted.
+    In-neighbours whose memory the rank reads in place (``near``) are not counted. For a graph
+    without a period, the result is its degree.
     """
     if graph.period is None:
         return graph.degree
@@ -136,7 +137,8 @@ def inbox_buffers(graph, rank: int, near: Near = ()) -> int:
 def sums_in_inbox(graph, rank: int) -> bool:
     """Return whether the weighted sum of every round can be written over a received message.
 
-    This is so if ``rank`` has in-neighbours in every round, and no round averages all nodes.
+    This is so if the graph has a period, ``rank`` has in-neighbours in every round of it, and no
+    round averages all nodes.
     """
     rounds = range(graph.period or 0)
     sums = [len(graph.neighbours(t, rank)[0]) and not is_average(graph, t) for t in rounds]
@@ -212,7 +214,7 @@ def chunk_size(nbytes: int, rate: float) -> int:
 
     A chunk takes about ``CHUNK_S`` seconds to send, but it is at most an eighth of the message, so
     that the sum of one chunk overlaps with the transfer of the next. Chunks divide the message
-    evenly, because a short last one would wait for as many round trips as a long one.
+    evenly, because a short last one would wait for the same number of round trips as a long one.
     """
     target = max(SMALLEST, min(nbytes / 8, rate * CHUNK_S))
     return max(1, -(-nbytes // max(1, round(nbytes / target))))

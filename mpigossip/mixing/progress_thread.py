@@ -142,7 +142,10 @@ class ProgressThread:
             except TimeoutError:
                 since = time.perf_counter() if any_rank_paused() else max(since, self._seen)
                 if time.perf_counter() - since >= limit:
-                    text = f"{what}: MPI does not return from a call (waited {limit:g} s)"
+                    text = (
+                        f"{what}: MPI does not return from a call (waited {limit:g} s): check the "
+                        "network and the other ranks, or increase timeout_s"
+                    )
                     raise WaitTimeoutError(text) from None
         if error is not None:
             raise error

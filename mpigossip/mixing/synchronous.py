@@ -69,9 +69,8 @@ class Synchronous(RankMixer):
     one transport: MPI windows, MPI messages or NCCL. Usually the progress thread sends them in
     chunks, and sums the chunks that have arrived while the main thread computes. The main thread
     does this for messages up to `INLINE_BYTES`, and it sums if some messages are read in place (see
-    the table in `exchanges`). Both ways end in the same
-    weighted sum, so the result is bitwise identical to the result of
-    :class:`~mpigossip.mixing.simulated.Simulated`.
+    the table in `exchanges`). Both ways end in the same weighted sum, so the result is bitwise
+    identical to the result of :class:`~mpigossip.mixing.simulated.Simulated`.
     """
 
     def __init__(
@@ -145,7 +144,15 @@ class Synchronous(RankMixer):
         return windows
 
     def _open_on_devices(self, exchange: str, buffers: int, world: World) -> None:
-        """Open the requested transport between GPUs, or for "auto" the fastest one that works."""
+        """Open the requested transport between GPUs, or for "auto" the fastest one that works.
+
+        The call is collective.
+
+        :param exchange: name of the transport, or "auto", as in `node.exchange`
+        :param buffers: largest number of in-neighbours that send to this rank in one round
+        :param world: world whose ranks are the nodes
+        :raises TransportUnavailable: on all ranks, if a transport requested by name can't be used
+        """
         from mpigossip.mixing.transports import probe
 
         def on_host(buffers: int) -> Transport:
@@ -395,7 +402,10 @@ class FaultTolerant(Synchronous):
     def __init__(
         self, graph, layout: MessageLayout, world: World, *, timeout_s=300.0, on_devices=None
     ):
-        """Open the transport; collective. Messages of GPUs go through host memory."""
+        """Open the transport; collective. Messages of GPUs go through host memory.
+
+        :class:`Synchronous` describes the parameters.
+        """
         super().__init__(
             graph,
             layout,
@@ -421,6 +431,11 @@ def measured_rate(comm: MPI.Comm, nbytes: int, timeout_s: float) -> float:
     Each rank sends `SMALLEST` bytes to the next rank. The result is the bandwidth of the slowest
     rank, and all ranks return it. If a message of ``nbytes`` bytes fits into one chunk, the chunk
     size does not depend on the bandwidth: it is not measured, and the result is infinite.
+
+    :param comm: communicator of the nodes
+    :param nbytes: size of a message in bytes
+    :param timeout_s: time limit of each wait, in seconds
+    :raises WaitTimeoutError: if a rank does not answer within this time
     """
     if comm.size == 1 or nbytes <= SMALLEST:
         return float("inf")

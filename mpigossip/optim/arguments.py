@@ -48,7 +48,11 @@ def one_module(model: Any, name: str = "model") -> nn.Module:
 
 
 def one_optimizer(optimizer: Any) -> Any:
-    """Combine a list of optimizers into one; return anything else unchanged."""
+    """Combine a list of optimizers into one; return anything else unchanged.
+
+    :param optimizer: an optimizer, or a list or tuple of optimizers
+    :raises JobError: if the list contains something else, or if two optimizers share a parameter
+    """
     if not isinstance(optimizer, list | tuple) or not optimizer:
         return optimizer
     if invalid := [part for part in optimizer if not isinstance(part, torch.optim.Optimizer)]:

@@ -45,7 +45,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def settings_of(job: Job) -> Facts:
-    """Return the settings that must be equal on all nodes."""
+    """Return the settings of a job that must be equal on all nodes, by name."""
     sections = config.as_dict(job)
     periods = sections["algorithm"]["average_state"]
     sections["algorithm"]["average_state"] = dict(sorted(periods.items()))

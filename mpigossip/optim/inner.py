@@ -91,6 +91,8 @@ class OptimizerState:
     def _pairs(self, name: str, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each parameter's array ``name``, and the parameter's part of ``flat``.
 
+        :param name: key of the array in the optimizer's state
+        :param flat: array (rows, P) with the layout of the flat parameters
         :raises JobError: if an optimizer has made steps, but has no such array
         """
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -321,7 +323,8 @@ def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:
 def check_method(parts: JobParts, optimizer: torch.optim.Optimizer) -> None:
     """Raise JobError if the algorithm can't use the optimizer.
 
-    SparseAdam does not support dense gradients, which some algorithms exchange.
+    Algorithms that replace the local step need plain SGD. SparseAdam does not support dense
+    gradients, which some algorithms exchange.
     """
     name = parts.job.algorithm.name
     if not takes_local(name):
@@ -352,7 +355,10 @@ def decay(vector: ModuleParameters, optimizer: torch.optim.Optimizer, row: int =
 
 
 def first_rate(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
-    """Return the learning rate of the first group, and whether it is the same in all groups."""
+    """Return the learning rate of the first group, and whether it is the same in all groups.
+
+    A group without a learning rate counts as NaN.
+    """
     rates = [float(group.get("lr", float("nan"))) for group in optimizer.param_groups]
     return rates[0], len(set(rates)) == 1
 
@@ -379,6 +385,10 @@ def learning_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) 
 
 def unscaled(optimizer: Wrapper, engine: Engine, vector: ModuleParameters) -> tuple[int, ...]:
     """Divide the gradients by the scale of torch's GradScaler, unless they have overflowed.
+
+    16-bit gradients are not divided here: ``vector.inverse`` becomes the inverse of the scale, and
+    None if gradients are not scaled or have overflowed. If the algorithm averages gradients over
+    all nodes, the call is collective, and all nodes return the same rows.
 
     GradScaler.step() sets two attributes of the optimizer before it calls step(): ``found_inf``, a
     tensor that is > 0 if any gradient is infinite or NaN, and ``grad_scale``, the scale that
@@ -465,7 +475,7 @@ class StaleGradients:
             self._hook = self._parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def release(self) -> None:
-        """Remove the hook from the watched parameter, and drop its gradient."""
+        """Remove the hook from the watched parameter, if there is one, and stop watching it."""
         if self._hook is not None:
             self._hook.remove()
         self._hook = self._parameter = self._spent = None
@@ -492,7 +502,11 @@ class StaleGradients:
                 self._added = same and local_shard(grad)._version > of_local
 
     def check(self, parameters: Iterable[torch.Tensor], rank: int) -> None:
-        """Raise JobError if backward added to used gradients; report if there are no gradients."""
+        """Raise JobError if backward added to used gradients; report if there are no gradients.
+
+        :param parameters: trained parameters of the model
+        :param rank: rank of this process, for the report
+        """
         if all(p.grad is None for p in parameters):  # this may be intended on a rank without data
             print_note_once(
                 f"step() on rank {rank} without any gradient: only the exchange changes its "

@@ -393,7 +393,15 @@ def _check_figures(chunks: int, lease_s: float) -> None:
 
 
 def _job(disk: RecordStore, model: nn.Module, chunks: int, replay: bool) -> Job:
-    """Return the job that describes the training in the folder; create it, except for a replay."""
+    """Return the job that describes the training in the folder; create it, except for a replay.
+
+    :param disk: files of the training
+    :param model: model of this member
+    :param chunks: number of chunks of the whole training
+    :param replay: whether recorded chunks are repeated
+    :raises JobError: if there is nothing to repeat, or if the training in the folder has another
+        model or number of chunks
+    """
     if replay and not disk.exists(LOOP):
         raise JobError(
             f'"{disk.root}" has no {LOOP}: no program has begun a training there that '

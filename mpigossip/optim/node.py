@@ -84,7 +84,16 @@ class LoopNode:
         overlap: str,
         measure_every: int | str,
     ):
-        """Copy node 0's model to all nodes; collective."""
+        """Copy node 0's model to all nodes, after checking that their layouts agree; collective.
+
+        :param world: all ranks
+        :param model: model of the program
+        :param inner: its torch optimizer
+        :param parts: parts of the job that is equivalent to the arguments of `Gossip`
+        :param overlap: "auto": exchange during the backward pass if the algorithm can; "never": not
+        :param measure_every: steps between two measurements of the consensus distance, or "auto"
+        :raises JobError: on all ranks, if models or settings differ between ranks
+        """
         self.world = world
         self.model = model
         self.inner = inner

@@ -122,6 +122,11 @@ def _sections(
 ) -> dict[str, dict[str, Any]]:
     """Return a job's sections; each option goes to the section that has it, or that it names.
 
+    :param algorithm: name of the algorithm
+    :param graph: name of the graph, or a graph; None: the default of the algorithm
+    :param cadence: name of the cadence; None: the default of the algorithm
+    :param options: options by their plain names, or with the section, as in "graph_lazy"
+    :param plain_names: for each section, its settings that are accepted by their plain names
     :raises JobError: if an option is unknown, given twice, or known to several sections
     """
     sections: dict[str, dict[str, Any]] = {"run": {}, "algorithm": {"name": algorithm}}
@@ -163,7 +168,11 @@ def _sections(
 def _homes(option: str, keys_of: Mapping[str, Collection[str]]) -> tuple[str, list[str]]:
     """Return the key that an option sets, and the sections that have this key.
 
-    ``lazy`` is only a key, whereas ``graph_lazy`` and ``graph.lazy`` contain the section, too.
+    ``lazy`` is only a key, whereas ``graph_lazy`` and ``graph.lazy`` contain the section, too. The
+    list is empty if no section has the key.
+
+    :param option: name of the option
+    :param keys_of: keys of each section
     """
     if homes := [section for section, keys in keys_of.items() if option in keys]:
         return option, homes

@@ -120,7 +120,11 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def copied(optimizer: torch.optim.Optimizer, spare: Inner) -> Inner:
-    """Copy the optimizer's state to host memory, reusing memory of ``spare`` of the same shape."""
+    """Copy the optimizer's state to host memory.
+
+    :param optimizer: the torch optimizer
+    :param spare: result of an earlier call, whose arrays of equal shape and dtype are overwritten
+    """
     copies: Inner = []
     for index, p in enumerate(_parameters(optimizer)):
         before = spare[index] if index < len(spare) else {}
@@ -230,7 +234,15 @@ def of_rank(model: nn.Module, keeps: Mapping[str, Any]) -> SavedRank:
 
 
 def of_node(state: SavedRank, world: World) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
-    """Return the states of all ranks of the node on its rank 0; collective over the node."""
+    """Return the states of all ranks of the node on its rank 0; collective over the node.
+
+    On the other ranks, the result is empty. A kept object that is equal on rank 0 and another rank
+    is included once.
+
+    :param state: state of this rank
+    :param world: all ranks
+    :return: arrays by path, and kept objects of each rank as JSON by key
+    """
     states: list[SavedRank] | None = [state]
     if (intra_node := world.nodes.intra_node) is not None:
         first = intra_node.broadcast(state.digests())
@@ -247,7 +259,12 @@ def of_node(state: SavedRank, world: World) -> tuple[dict[str, np.ndarray], dict
 
 
 def load_random(saved: NodeState, rank: int, model: nn.Module) -> None:
-    """Restore torch's generators of this local rank, if they were saved."""
+    """Restore torch's generators of this local rank, if they were saved.
+
+    :param saved: state of the node
+    :param rank: local rank
+    :param model: the model, whose device has a random number generator
+    """
     path = f"rng/#{rank}" if rank else "rng"
     if f"{path}/torch" in saved.arrays:
         torch.set_rng_state(torch.from_numpy(np.array(saved.arrays[f"{path}/torch"])))

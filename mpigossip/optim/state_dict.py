@@ -21,7 +21,12 @@ ORIGIN = ("node", "nodes", "local_rank")
 
 
 def state(engine: Engine, vector: ModuleParameters, world: World) -> dict[str, Any]:
-    """Return the entry as tensors and plain values, so that torch.save can write it."""
+    """Return the entry as tensors and plain values, so that torch.save can write it.
+
+    :param engine: engine with the algorithm's state and counters
+    :param vector: flat parameters of the model
+    :param world: all ranks
+    """
     flat = vector.local_layout
     return origin(world) | {
         "names": list(flat.names),
@@ -63,6 +68,8 @@ def load(
     :param model: the model
     :param flat: layout of the parameters in this process
     :returns: messages to report about settings
+    :raises JobError: if the entry does not belong to this model
+    :raises StoreError: if the state belongs to another optimizer
     """
     if entry is not None:
         _check(entry, flat)
@@ -108,7 +115,10 @@ def _check(state: Any, flat: ParameterLayout) -> None:
         raise
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise JobError(f"load_state_dict: this is not a state of Gossip: {reason}") from error
+        raise JobError(
+            f"load_state_dict: this is not a state of Gossip: {reason}; pass the result of "
+            "optimizer.state_dict()"
+        ) from error
 
 
 def _array(name: str, array: Any, size: int, kind: torch.dtype = torch.float32) -> None:
@@ -124,6 +134,9 @@ def check_step(world: World, entry: dict[str, Any] | None) -> None:
     """Raise JobError on all nodes if they have loaded states of different steps; collective.
 
     The "latest" checkpoints of frameworks differ if a job was killed between two ranks' saving.
+
+    :param world: all ranks
+    :param entry: :func:`state` that this rank has loaded; None: it has loaded none
     """
     steps = world.broadcast(world.gather(entry and int(entry["numbers"]["index"])))
     if len(set(steps)) > 1:
@@ -163,6 +176,10 @@ def check_method(
 def check_origin(world: World, state: dict[str, Any], engine: Engine, algorithm: str) -> None:
     """Report once that ranks resume from the states of other ranks; collective.
 
+    :param world: all ranks
+    :param state: :func:`state` that this rank has loaded
+    :param engine: engine of this rank
+    :param algorithm: name of the algorithm
     :raises JobError: on all ranks, if the algorithm needs each node's own state, or if a rank has
         loaded another rank's shard
     """
@@ -214,7 +231,12 @@ def _describe(own: dict[str, int], saved: dict[str, int], sharded: bool) -> tupl
 
 
 def restore(state: dict[str, Any], engine: Engine, vector: ModuleParameters) -> None:
-    """Restore the vector, the algorithm's state and counters; the mixer restarts at round 0."""
+    """Restore the flat parameters, the states of algorithm and cadence, and the counters.
+
+    :param state: a :func:`state` of the same model, algorithm and cadence
+    :param engine: engine to restore
+    :param vector: flat parameters to restore
+    """
     flat = vector.local_layout
     numbers = state["numbers"]
     scatter_row(state["model"].cpu().numpy(), vector.x, 0, flat)

@@ -28,7 +28,8 @@ def world(timeout_s: float = TIMEOUT_S, ranks_per_node: int | str = 1) -> MPIWor
     :param ranks_per_node: 1: each rank is a node; "host": all ranks of a host form a node; K: each
         K consecutive ranks of a host form a node, in which each rank exchanges a shard of the model
     :raises LaunchError: if MPI cannot be loaded, or does not join the processes that were started
-    :raises JobError: on all ranks, if the ranks of a host cannot be grouped into nodes like this
+    :raises JobError: if ``ranks_per_node`` is invalid; on all ranks, if the ranks of a host cannot
+        be grouped into nodes like this
     """
     if ranks_per_node != "host" and (not isinstance(ranks_per_node, int) or ranks_per_node < 1):
         raise JobError(

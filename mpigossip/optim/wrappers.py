@@ -79,6 +79,11 @@ def check_late(model: nn.Module, world: World | None = None) -> None:
     """Check for DDP that was applied after Gossip was created.
 
     This inspects all objects of the interpreter, so it is called once only.
+
+    :param model: the model of the program
+    :param world: as in :func:`check`
+    :raises JobError: if the model is joined over ranks of other nodes, or over only some ranks of
+        its node
     """
     _sharded(model, world)
     if distributed.is_available() and distributed.is_initialized():
@@ -107,6 +112,11 @@ def _sharded(model: nn.Module, world: World | None) -> bool:
     """Return whether each rank of the node has a shard of the model; reject other shards.
 
     FSDP's classes are recognized by name, because importing them would load modules that few need.
+
+    :param model: the model of the program, whose gathered parameters are freed
+    :param world: as in :func:`check`
+    :raises JobError: if the model is in FSDP1, if only some of its trained parameters are sharded,
+        or if they are sharded over other ranks than the ranks of this node
     """
     if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
         raise JobError(
@@ -147,5 +157,5 @@ def _check_mesh(name: str, parameter: Any, world: World | None) -> None:
         raise JobError(
             f"parameter {name} is a DTensor with placements {parameter.placements}: only "
             "fully_shard is supported inside a node, but neither parallelize_module nor replicas "
-            "(HSDP), which gossip replaces"
+            "(HSDP), which gossip replaces: call fully_shard(model, mesh=world.node_mesh()) only"
         )

@@ -207,7 +207,8 @@ def test_a_failed_flush_in_training_ends_the_round_with_an_error(kind):
         results = pools(2)(unflushed, kind, timeout=60)
     finally:
         pools.close()
-    assert results == 2 * ["cuFlushGPUDirectRDMAWrites on cuda:0 failed with code 999"]
+    failure = "cuFlushGPUDirectRDMAWrites on cuda:0 failed with code 999"
+    assert results == 2 * [f'{failure}: set node.exchange = "host"']
 
 
 def ended(comm, what, timeout_s):

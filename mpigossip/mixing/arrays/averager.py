@@ -99,12 +99,15 @@ class Averager:
         world.resources.callback(self.close)
 
     def start(self, x: Any) -> None:
-        """Begin the exchange of the round with the values of ``x``; return at once.
+        """Begin the exchange of the round with the values of ``x``, without waiting for its end.
+
+        The call waits only until the neighbours have read the message of the round before.
 
         :param x: array with the dtype, shape and device of ``like``; it may be changed before
             :meth:`finish`
-        :raises JobError: if the last exchange has not been finished, or ``x`` does not match
-            ``like``
+        :raises JobError: if the last exchange has not been finished, if ``x`` does not match
+            ``like``, or if the arrays hold integers
+        :raises WaitTimeoutError: if a neighbour does not read within ``world.timeout_s`` seconds
         """
         mixer = self._ready("start", x)
         self._check_round("start")
@@ -208,6 +211,7 @@ class Averager:
         :param x: array with the dtype, shape and device of ``like``
         :param out: array to write the mean into; None: a new one
         :raises JobError: if the arrays hold integers, or do not match ``like``
+        :raises WaitTimeoutError: if a node does not send within ``world.timeout_s`` seconds
         """
         mixer = self._ready("mean", x, out)
         form = self._form
@@ -256,6 +260,8 @@ class Averager:
     def _ready(self, call: str, array: Any = None, out: Any = None) -> Any:
         """Return the mixer that averages; it exists only if the arrays hold no integers.
 
+        The parameters are described in :meth:`_check_open`.
+
         :raises JobError: if :meth:`_check_open` raises it, or if the arrays hold integers
         """
         self._check_open(call, array, out)
@@ -296,7 +302,12 @@ class Averager:
     def _swap_arrays(self, call: str, x: Any) -> dict[int, torch.Tensor]:
         """Exchange ``x`` in a round by MPI messages; return the received arrays by rank.
 
-        The received arrays are contiguous tensors (p,) in host memory.
+        The received arrays are contiguous tensors (p,) in host memory. The next call is the next
+        round.
+
+        :param call: name of the public call, for messages
+        :param x: array to send
+        :raises JobError: as :meth:`exchange`
         """
         self._check_open(call, x)
         self._check_round(call)

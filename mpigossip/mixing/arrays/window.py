@@ -114,7 +114,11 @@ class Message:
 
 
 class Outgoing:
-    """Sender's state of a pair: the message that was sent last, and its area at the receiver."""
+    """Sender's state of a pair: the message that was sent last, and its area at the receiver.
+
+    ``index`` is the number of this area, 0 or 1, and ``areas`` holds the offsets of both areas in
+    the receiver's window.
+    """
 
     def __init__(self, form: ArrayForm, word: int, areas: tuple[int, int]):
         """Prepare the first message.
@@ -225,9 +229,11 @@ class Window(WindowAccess):
                 senders[rank].append(sender)
         self.rank = world.rank
         self.in_neighbours = senders[self.rank]
-        """Ranks that this rank receives from in any round, ascending."""
+        """Ranks that this rank receives from in any round, ascending; all others, if the graph has
+        no period."""
         self.out_neighbours = all_readers[self.rank]
-        """Ranks that this rank sends to in any round, ascending."""
+        """Ranks that this rank sends to in any round, ascending; all others, if the graph has no
+        period."""
         self.push_sum = push_sum
         """True if values have a push-sum weight."""
         self.torn = 0
@@ -310,7 +316,7 @@ class Window(WindowAccess):
         :param weights: weight w_j of each rank j that is sent to; None: 1 for all out-neighbours
         :param round: round of the graph whose out-neighbours are meant; None: of any round
         :raises JobError: if ``x`` does not match ``like``, a rank in ``weights`` is no
-            out-neighbour, or the window is closed
+            out-neighbour, a weight for integers is not a whole number, or the window is closed
         :raises WaitTimeoutError: if MPI does not complete the last call in time
         """
         self._send("put", PUT, x, weights, round)
@@ -417,6 +423,7 @@ class Window(WindowAccess):
 
         :param x: array with the dtype and shape of ``like``
         :raises JobError: if ``x`` does not match ``like``, or the window is closed
+        :raises WaitTimeoutError: if MPI does not complete a call in time
         """
         self._ready("publish", x)
         flat = self._form.flatten(x)
@@ -429,6 +436,7 @@ class Window(WindowAccess):
         Values that have arrived are applied to the buffers first.
 
         :raises JobError: if the window is closed
+        :raises WaitTimeoutError: if MPI does not complete a call in time
         """
         self._ready("received")
         self._run("received", self._collect)

@@ -75,7 +75,8 @@ def ordinary(nbytes: int, device: torch.device) -> torch.Tensor:
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
         raise TransportUnavailable(
-            f"allocating {nbytes >> 20} MiB for messages on {device} failed: {error}"
+            f"allocating {nbytes >> 20} MiB for messages on {device} failed: {error}; reduce "
+            "data.batch"
         ) from error
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -141,6 +142,9 @@ def create(memory: Any, comm: MPI.Intracomm) -> MPI.Win:
 
     The call may hang, so it is usually made in a thread that can be abandoned. If MPI provides less
     than THREAD_MULTIPLE, there is no such thread, and a time limit ends the job instead.
+
+    :param memory: buffer of the bytes, as `exact_average.raw` returns it
+    :param comm: communicator of the ranks that open the window
     """
     from mpi4py import MPI
 
@@ -303,11 +307,12 @@ def flush_rdma_writes(device: torch.device) -> None:
         code = driver().cuFlushGPUDirectRDMAWrites(CURRENT, TO_OWNER)
     if code:
         raise TransportUnavailable(
-            f"cuFlushGPUDirectRDMAWrites on {device} failed with code {code}"
+            f"cuFlushGPUDirectRDMAWrites on {device} failed with code {code}: set "
+            'node.exchange = "host"'
         )
 
 
 @cache
 def driver() -> Any:
-    """Return the CUDA driver library."""
+    """Return the CUDA driver library; it raises OSError if there is none."""
     return ctypes.CDLL("libcuda.so.1")

@@ -303,6 +303,11 @@ def try_between_ranks(
 
     Return what failed, or "" if nothing did; the text is equal on all ranks. The test duplicates
     ``comm``, because a rank that hangs never answers the calls of the others on its communicator.
+
+    :param comm: communicator of the nodes
+    :param devices: devices of this rank's slots
+    :param timeout_s: time limit of each wait, in seconds
+    :param way: "windows" to test puts, or "messages"
     """
     proof = Proof(comm.Dup(), devices, timeout_s, way)
     rank = world_ranks(comm, [comm.rank])[0]

@@ -3,7 +3,7 @@
 The kernel is optional: without CuPy, torch's operations compute the same bits in several passes.
 CuPy compiles with denormals flushed to zero and with fused multiply-add. The kernel therefore uses
 single PTX instructions, which round each operation and keep denormals, so that its sums are bitwise
-identical to those of the CPU. Without a GPU, the tests inspect the machine code of the kernel; they
+identical to sums on the CPU. Without a GPU, the tests inspect the machine code of the kernel; they
 also compile the kernel for the CPU and run it.
 """
 

@@ -92,10 +92,13 @@ def _are_supported(arrays: Sequence[torch.Tensor], outs: Sequence[torch.Tensor])
 def _call(
     kernel: Any, weights: Sequence[float], sources: list[int], targets: list[int], count: int
 ) -> None:
-    """Call the C function for a weighted sum of arrays with ``count`` elements each.
+    """Call the C function for a weighted sum of float32 arrays.
 
+    :param kernel: native library
+    :param weights: one weight for each array
     :param sources: addresses of the arrays
     :param targets: addresses to which the result is written
+    :param count: number of elements of each array
     """
     terms = len(sources)
     kernel.mpigossip_sum(
@@ -210,7 +213,9 @@ def _build(path: Path) -> Path:
             return _build_once(path, compiler)
         return _compile(Path(tempfile.mkdtemp(prefix="mpigossip-")) / path.name, compiler)
     except OSError as error:
-        raise NoKernel(f"could not build {path}: {error}") from error
+        raise NoKernel(
+            f"could not build {path}: {error}; set XDG_CACHE_HOME to a folder that you can write to"
+        ) from error
 
 
 def _build_once(path: Path, compiler: list[str]) -> Path:

@@ -1,10 +1,10 @@
 """Transport of GPU memory between nodes by NCCL, with a torch process group for each slot.
 
-The graph determines both ends of each transfer. All that a slot sends and receives in a round is
-therefore one group of NCCL calls. The main thread starts these groups, like the
-collectives inside a node: kernels that wait for other GPUs must be in the same order on all of
-them, otherwise two of them could wait for each other. On CPUs, gloo runs the same code. The
-transport has not been tested between GPUs.
+The graph determines both ends of each transfer. In a round, each slot can therefore send and
+receive by one group of NCCL calls. The main thread starts these groups, like the collectives inside
+a node: kernels that wait for other GPUs must be in the same order on all of them, otherwise two of
+them could wait for each other. On CPUs, gloo runs the same code. The transport has not been tested
+between GPUs.
 """
 
 from collections.abc import Sequence
@@ -88,7 +88,12 @@ class Nccl(Transport):
         self._begin(out, into)
 
     def _begin(self, out: ByRank, into: ByRank) -> None:
-        """Begin one group of calls for each slot, on the slot's stream for incoming data."""
+        """Begin one group of calls for each slot, on the slot's stream for incoming data.
+
+        :param out: arrays to send, by rank and slot
+        :param into: arrays for received data, by rank and slot
+        :raises NcclFailed: if a call fails
+        """
         self._works = []
         if not out and not into:
             return
@@ -140,6 +145,8 @@ class Nccl(Transport):
     def _wait_for_works(self, what: str, ranks: Sequence[int]) -> float:
         """Wait until all work that was started is done; return the seconds waited.
 
+        :param what: description of the transfer, which begins the error message
+        :param ranks: the other ranks of the transfer; empty: all ranks are awaited
         :raises WaitTimeoutError: at the time limit; it names the ranks of the transfer
         """
 

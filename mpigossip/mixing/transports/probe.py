@@ -226,7 +226,7 @@ def open_transport(
             opened = probe.open(way, buffers)
         except (
             TransportUnavailable
-        ) as error:  # the buffers may not fit, although those of the timed rounds did
+        ) as error:  # the buffers may not fit, although the timed rounds' did
             if way == "host":
                 raise
             del times[way]
