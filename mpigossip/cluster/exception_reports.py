@@ -109,7 +109,10 @@ def wait_turn(rank: int) -> None:
 
 
 def exit_with_watchdog(number: int) -> None:
-    """End this process with exit code ``number``; called from an exception hook."""
+    """Raise SystemExit with exit code ``number``; called from an exception hook.
+
+    If the exit of the process then takes longer than `EXIT_LIMIT_S`, a watchdog ends the process.
+    """
     sys.stdout.flush()
     # This watchdog is never cancelled, because open exchanges may prevent the end of MPI_Finalize.
     start_watchdog(EXIT_LIMIT_S, os._exit, number)

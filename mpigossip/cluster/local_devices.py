@@ -213,8 +213,8 @@ def make_current_before_mpi(devices: str = "auto") -> str:
 
     MPI libraries choose network cards, and allocate GPU memory, by the device that is current in
     ``MPI_Init``. Without this call, all ranks of a host would use GPU 0 and the cards near it. A
-    program that has used CUDA before keeps its device. The variable CUDA_MODULE_LOADING is set to
-    EAGER, unless the environment contains it or the host has no GPU.
+    program that has used CUDA before keeps its device. If the variable CUDA_MODULE_LOADING is not
+    set, it is set to EAGER, except on a host without GPUs if torch is not imported yet.
 
     :param devices: value of `node.devices`; "auto" in a custom loop
     :return: the device; "" if this rank uses none, or the program has chosen one

@@ -118,8 +118,8 @@ def _shared(folder: Path | None) -> Path:
     """Create the folder for the ranks' files, if it does not exist, and return its path.
 
     A folder in the temporary directory must belong to this user, so that other users cannot
-    interfere. If it does not, each rank creates a folder of its own, in which it sees no other
-    rank.
+    interfere. If it does not, or if it can't be created, each rank creates a folder of its own, in
+    which it sees no other rank.
 
     :param folder: folder in which this one is created; if it is None or cannot be written to, the
         temporary directory is used

@@ -119,6 +119,9 @@ def close_groups(
 def check_environment(world: World, group_ranks: Sequence[GroupRank]) -> None:
     """Check that no environment variable makes NCCL hang; collective over ``world``.
 
+    :param world: ranks that open groups
+    :param group_ranks: this process's rank in each of its groups; without a GPU among their
+        devices, its variables are not checked
     :raises JobError: on all ranks, if some rank has such a variable
     """
     with world.raise_together(JobError):

@@ -99,7 +99,11 @@ def waits_elsewhere(own: Report, other: Report) -> bool:
     """Return whether the other rank waits in a different call that has the same number.
 
     Ranks should be in the same call if the numbers of their calls are equal. A rank in a call of
-    another number is only ahead of this rank or behind it, which is not a fault.
+    another number is only ahead of this rank or behind it, which is not a fault. The result is
+    False while this rank ends a loop, its world or the program.
+
+    :param own: state of this rank
+    :param other: last report of the other rank
     """
     same_number = own.order == other.order > 0
     return other.status == WAITING and same_number and other.call != own.call and not own.ends
@@ -176,6 +180,9 @@ class WaitMonitor:
         """Send the status of this rank and its current call to ``ranks``.
 
         During a pause, a wait in another thread of this rank does not change the status PAUSED.
+
+        :param ranks: ranks of this world to send to
+        :param status: status to send, a constant of the module `deadline`
         """
         # The status of a fork would look like the status of this rank.
         if os.getpid() != self._process:

@@ -133,7 +133,10 @@ def quantity(units: Mapping[str, float]) -> Callable[[str], float]:
 
 
 def share(text: str) -> float:
-    """Parse a fraction from 0 to below 1, such as 5% or 0.05."""
+    """Parse a fraction from 0 to below 1, such as 5% or 0.05.
+
+    :raises ArgumentTypeError: if the text is no such fraction
+    """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%?)", text)
     value = float(match[1]) / (100 if match[2] else 1) if match else 1.0
     if value >= 1:
@@ -144,7 +147,12 @@ def share(text: str) -> float:
 
 
 def numbers_of_nodes(text: str) -> list[int]:
-    """Parse 4,8,…,64 as [4, 8, 16, 32, 64]; an ellipsis continues by doubling."""
+    """Parse 4,8,…,64 as [4, 8, 16, 32, 64]; an ellipsis continues by doubling.
+
+    The numbers are returned in ascending order, each once.
+
+    :raises ArgumentTypeError: if a word is no whole number from 1 to 4096
+    """
     counts: list[int] = []
     doubling = False
     for word in text.replace("...", "…").split(","):
@@ -161,7 +169,11 @@ def numbers_of_nodes(text: str) -> list[int]:
 
 
 def number(kind: type, minimum: float, maximum: float) -> Callable[[str], Any]:
-    """Return a function that parses a number of type ``kind`` from ``minimum`` to ``maximum``."""
+    """Return a function that parses a number of type ``kind`` from ``minimum`` to ``maximum``.
+
+    The function raises ArgumentTypeError if the number is outside, and ValueError if the text is no
+    number.
+    """
 
     def read(text: str) -> Any:
         value = kind(text)
@@ -195,7 +207,10 @@ def size_in_bytes(text: str) -> int:
 
 
 def count_of_parameters(text: str) -> int:
-    """Parse a number of parameters, such as 25600000, 25.6M or 1.3B."""
+    """Parse a number of parameters, such as 25600000, 25.6M or 1.3B (1.3 billion).
+
+    :raises ArgumentTypeError: if the text is no number from 1 to 10,000 billion
+    """
     units = {"K": 10**3, "M": 10**6, "B": 10**9, "": 1}
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([KMB]?)", text.upper().replace(",", ""))
     value = float(match[1]) * units[match[2]] if match else 0

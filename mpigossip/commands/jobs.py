@@ -107,7 +107,13 @@ def _job(options) -> None:
 
 
 def _ranks(job: Job, site: Site, per_host: int | None) -> int:
-    """Return the number of ranks that the batch job starts on each host."""
+    """Return the number of ranks that the batch job starts on each host.
+
+    :param job: the job
+    :param site: the site, with the number of GPUs per host
+    :param per_host: value of --ranks; None: it follows from the job and the site
+    :raises JobError: if the number is not known, or is no multiple of `node.ranks_per_node`
+    """
     from mpigossip.config import JobError
 
     ranks_per_node = job.node.ranks_per_node

@@ -309,7 +309,14 @@ def _plan(options) -> None:
 
 
 def _tables(options, what, machine, epochs, note) -> None:
-    """Print the predictions, and write the plot."""
+    """Print the predictions, and write the plot.
+
+    :param options: parsed options of `plan`
+    :param what: subject of the plan, as :func:`_subject` returns it
+    :param machine: measured or given properties of the machine
+    :param epochs: number of epochs of the training
+    :param note: note on the subject; "": none
+    """
     from mpigossip.analysis.plan import as_json, table
     from mpigossip.analysis.plan.report import picture, text
     from mpigossip.training.machines import queue_warning

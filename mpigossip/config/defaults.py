@@ -56,6 +56,9 @@ def names_in_effect(sections: Sections, tables: Tables) -> dict[str, Any]:
 
     The name in effect is the value of the setting. If the setting is missing or unset, it is the
     value that an earlier name implies, or otherwise the default of the setting.
+
+    :param sections: sections of a job, which need not be checked yet
+    :param tables: for each setting that holds a name, the table of its names
     """
     order = list(SECTIONS)
     paths = {*NAMES.values(), *tables}

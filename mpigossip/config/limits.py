@@ -20,7 +20,11 @@ def between(low: float, high: float, words: str) -> Limit:
 
 
 def matching(pattern: str, words: str) -> Limit:
-    """Return the limit that the whole text matches a regular expression."""
+    """Return the limit that the whole text matches a regular expression.
+
+    :param pattern: regular expression
+    :param words: statement of the condition for error messages
+    """
     regex = re.compile(pattern)
     return Limit(lambda v: regex.fullmatch(v) is not None, words, {"pattern": f"^({pattern})$"})
 

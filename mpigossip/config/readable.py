@@ -8,7 +8,10 @@ from typing import Any
 
 
 def format_bytes(count: float) -> str:
-    """Format a number of bytes with at most three digits and a decimal unit up to TB: 1.5 MB."""
+    """Format a number of bytes with at most three digits and a decimal unit: 1.5 MB.
+
+    Numbers of 1000 TB and more are written in TB with all digits.
+    """
     for unit in ("B", "kB", "MB", "GB", "TB"):
         # Compare the rounded number: 999.6 kB is rounded to 1000 kB, which is 1 MB.
         if float(text := f"{count:.0f}" if unit == "B" else f"{count:.3g}") < 1000:

@@ -114,6 +114,9 @@ def _apply_overrides(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return sections with overrides applied, and without the options of names that they change.
 
+    :param raw: sections as they were read
+    :param overrides: strings "section.key=value"
+    :param tables: for each setting that holds a name, the table of its names
     :return: new sections, and an error message for each override that does not have the form
         section.key=value
     """

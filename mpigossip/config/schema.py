@@ -47,6 +47,9 @@ def section_schema(section: str, tables: Tables) -> dict[str, Any]:
 
     A section that names user code may have any options. In other sections, each name allows its own
     options only.
+
+    :param section: name of the section
+    :param tables: for each setting that holds a name, the table of its names
     """
     cls = SECTIONS[section]
     hints = typing.get_type_hints(cls, include_extras=True)

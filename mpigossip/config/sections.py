@@ -397,8 +397,8 @@ class CheckpointSection:
     one_file_gb: NotNegative = 4.0
     """Largest size, in GB, of a node's model and state for which the first rank of the node
     collects all shards and writes one file. Above it, each slot writes its own file, so that no
-    rank waits for one writer; if `node.channels_last` permutes parameters, there is always one
-    file."""
+    rank waits for one writer; if a node has one rank, or if `node.channels_last` permutes
+    parameters, there is always one file."""
     on_error: Literal["stop", "continue"] = "stop"
     """Effect on the run if a checkpoint cannot be written. stop: the run ends with an error;
     continue: the error is reported and the run continues without this checkpoint."""

@@ -151,7 +151,10 @@ def parse_override(text: str) -> tuple[str, str, Any]:
 
 
 def write(value: Any) -> str:
-    """Write ``value`` as TOML; None becomes the string "none", which is read as None."""
+    """Write ``value`` as TOML; None becomes the string "none", which is read as None.
+
+    :raises BadValue: if the value has a type that TOML lacks
+    """
     if value is None:
         return '"none"'
     if isinstance(value, bool):

@@ -367,7 +367,10 @@ def _check(mapping: Mapping, data: Data, per_node: bool) -> None:
             'samples itself: use data.augment = "none"'
         )
     if not callable(mapping.get("collate", default_collate)):
-        raise error(f'"collate" is {type(mapping["collate"]).__name__}, not a function')
+        raise error(
+            f'"collate" is {type(mapping["collate"]).__name__}, not a function; return a function '
+            'that makes a batch of a list of samples, or leave "collate" out'
+        )
 
 
 class Draws(NamedTuple):

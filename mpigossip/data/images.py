@@ -32,6 +32,9 @@ Box = tuple[float, float, float, float]
 def moves(samples: int, seed: int, epoch: int) -> np.ndarray:
     """Draw the augmentations of "crop-flip" for all samples of a data set in an epoch.
 
+    :param samples: number of samples
+    :param seed: random seed
+    :param epoch: number of the epoch
     :return: (3, samples) uint8; the rows are top and left of the crop, 0 … 8, and whether the image
         is mirrored
     """
@@ -64,6 +67,12 @@ def random_box(width: int, height: int, index: int, seed: int, epoch: int) -> tu
     ratio log-uniformly between 3/4 and 4/3. If ten draws do not fit into the image, the crop is the
     largest centred box whose ratio lies within these limits (Szegedy et al., "Going deeper with
     convolutions", CVPR 2015; in the form of Goyal et al., 2017).
+
+    :param width: width of the image in pixels
+    :param height: height of the image in pixels
+    :param index: index of the sample
+    :param seed: random seed
+    :param epoch: number of the epoch
     """
     low = 3 / 4
     high = 4 / 3
@@ -210,7 +219,10 @@ class Images:
         return resample(image, box, self.size, False)
 
     def _image(self, split: str, index: int) -> Image.Image:
-        """Decode one image, as grey or RGB like the rest of the data set."""
+        """Decode one image, as grey or RGB like the rest of the data set.
+
+        :raises OSError: if the image can't be decoded, or has another size than the data set states
+        """
         if split in self._arrays:
             pixels = self._arrays[split][index]
             return Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))

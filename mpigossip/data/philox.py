@@ -59,7 +59,10 @@ def words(
 
 
 def permutation(length: int, seed: int, purpose: int, epoch: int = 0, block: int = 0) -> np.ndarray:
-    """Return a random permutation of 0 … length − 1 (int64): the order that sorts random words."""
+    """Return a random permutation of 0 … length − 1 (int64): the order that sorts random words.
+
+    The other parameters are the same as for :func:`words`.
+    """
     return permutations([length], seed, purpose, epoch, [block])[0]
 
 

@@ -67,6 +67,12 @@ def _spread(
     """Return an array (n, *shape) whose rows have the mean 0 and the mean square norm size².
 
     For one node, return zeros.
+
+    :param nodes: number of nodes, n
+    :param shape: shape of the row of a node
+    :param size: root of the mean square norm
+    :param arrangement: differences between nodes, see `Arrangement`
+    :param random: generator of NumPy
     """
     if arrangement == "smooth":
         wave = np.cos(2 * np.pi * np.arange(nodes) / nodes)
@@ -160,18 +166,32 @@ def logistic(
 
 
 def _logistic(signed: np.ndarray, x: np.ndarray, ridge: float) -> float:
-    """Return the value of the logistic regression over all nodes at x."""
+    """Return the value of the logistic regression over all nodes at x.
+
+    :param signed: features of all points, each multiplied by its label ±1, (…, d)
+    :param x: position, (d,)
+    :param ridge: factor of the regularization
+    """
     return float(np.logaddexp(0, -(signed @ x)).mean() + ridge / 2 * x @ x)
 
 
 def _logistic_gradients(signed: np.ndarray, x: np.ndarray, ridge: float) -> np.ndarray:
-    """Return the gradient of each node, (n, d)."""
+    """Return the gradient of each node at x, (n, d).
+
+    :param signed: features of each node's points, each multiplied by its label ±1, (n, points, d)
+    :param x: position, (d,)
+    :param ridge: factor of the regularization
+    """
     errors = 1 / (1 + np.exp(signed @ x))
     return ridge * x - np.einsum("nm,nmd->nd", errors, signed) / signed.shape[1]
 
 
 def _newton(signed: np.ndarray, ridge: float) -> np.ndarray:
-    """Return the optimum of the logistic regression over all nodes, (d,), by Newton's method."""
+    """Return the optimum of the logistic regression over all nodes, (d,), by Newton's method.
+
+    :param signed: features of all points, each multiplied by its label ±1, (n · points, d)
+    :param ridge: factor of the regularization
+    """
     x = np.zeros(signed.shape[1])
     for _ in range(NEWTON):
         errors = 1 / (1 + np.exp(signed @ x))

@@ -482,6 +482,7 @@ def _check_equal(
     :param value: value of this rank
     :param text: message with three placeholders: a rank, its host, and the host of rank 0
     :param same: function that returns whether two values count as equal
+    :raises JobError: on all ranks, if the value of some rank differs from rank 0's
     """
     values = world.gather(value)
     with world.raise_together(JobError):

@@ -171,7 +171,12 @@ def read_test_stream(data: Datasets, node: int, row: int, n: int) -> Iterator[Ne
 
 
 def _endless(stream: IterableDataset, first: int, stride: int) -> Iterator[Any]:
-    """Yield every ``stride``-th sample from number ``first`` on; repeat the stream endlessly."""
+    """Yield every ``stride``-th sample from number ``first`` on; repeat the stream endlessly.
+
+    If the stream has a method `set_epoch`, each pass calls it first, with the number of the pass.
+
+    :raises ValueError: if the stream can't be read twice, or if a pass yields no sample
+    """
     for number in itertools.count():
         if hasattr(stream, "set_epoch"):
             stream.set_epoch(number)

@@ -87,7 +87,11 @@ class Node(Protocol):
         """
 
     def resumes_exactly(self, manifest: Manifest, first: NodeState) -> bool:
-        """Return whether a checkpoint of the same number of nodes can be resumed exactly."""
+        """Return whether a checkpoint of the same number of nodes can be resumed exactly.
+
+        :param manifest: manifest of the checkpoint
+        :param first: saved state of the first local node
+        """
 
     def check_saved(self, manifest: Manifest, path: Path) -> None:
         """Check that the run can continue from the checkpoint in ``path``; not collective.

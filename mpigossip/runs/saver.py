@@ -89,6 +89,7 @@ class Saver:
         :param done: number of steps done; nothing new begins unless it is a multiple of `LAG`
         :raises JobError: on all ranks, if the files could not be written and `checkpoint.on_error`
             is "stop"
+        :raises NonFiniteError: on all ranks, if a node has infinite or NaN values
         """
         now = self._now
         if now is not None and now.commit is not None and now.commit.done():
@@ -107,6 +108,7 @@ class Saver:
 
         :raises JobError: on all ranks, if it could not be written and `checkpoint.on_error` is
             "stop"
+        :raises NonFiniteError: on all ranks, if a node has infinite or NaN values
         """
         now = self._now
         if now is None:

@@ -22,7 +22,8 @@ def metrics_of(summary: dict[str, Any]) -> list[str]:
 def number(value: float) -> str:
     """Format a number for a column, with four decimals.
 
-    Numbers below 0.01, and from 10,000 on, get three significant digits instead.
+    If the absolute value is below 0.01 and not 0, or at least 10,000, the number gets three
+    significant digits instead.
     """
     if 0.01 <= abs(value) < 1e4 or not value:
         return f"{value:.4f}"

@@ -316,7 +316,12 @@ def read_state(path: Path, entry: Entry, length: int, step: int) -> NodeState:
 
 
 def average(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
-    """Return the arrays of a checkpoint, averaged over its nodes by `node_state.over_nodes`."""
+    """Return the arrays of a checkpoint, averaged over its nodes by `node_state.over_nodes`.
+
+    :param path: folder of the checkpoint
+    :param manifest: manifest of this checkpoint
+    :raises StoreError: if a file is missing or damaged, or if nodes have different arrays
+    """
     with reading(path):
         return node_state.over_nodes(read_node(path, i, manifest) for i in range(manifest.n))
 

@@ -240,6 +240,10 @@ def _read(raw: io.FileIO, path: Path) -> Dataset:
 def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], objects: dict[str, Any]) -> Dataset:
     """Build a data set from a file's attributes and arrays.
 
+    :param raw: open file, from which samples are read later
+    :param path: path of the file
+    :param facts: attributes of the root group, by name
+    :param objects: arrays and groups of the file, by path
     :raises Contradiction: if attributes and arrays do not match
     """
     kind = facts["kind"]
@@ -302,6 +306,11 @@ def _split(
 ) -> Split:
     """Build a split from the arrays and attributes of its group.
 
+    :param name: "train" or "test"
+    :param objects: arrays and groups of the file, by path
+    :param facts: attributes of the root group, by name
+    :param classes: number of classes
+    :param raw: open file, from which samples are read later
     :raises Contradiction: if they contradict each other
     """
 

@@ -122,7 +122,13 @@ def _write(buffered: int, direct: int | None, part: PendingWrite, value: int) ->
 
 
 def _direct(direct: int, pages: memoryview, offset: int) -> int:
-    """Write whole pages with O_DIRECT; return the bytes written, 0 if it is not supported."""
+    """Write whole pages with O_DIRECT; return the number of bytes written.
+
+    :param direct: descriptor of the file with O_DIRECT
+    :param pages: bytes to write, a multiple of `PAGE`
+    :param offset: offset of the first byte in the file
+    :return: number of bytes, which may be smaller; 0 if the file system does not support O_DIRECT
+    """
     if not pages:
         return 0
     try:

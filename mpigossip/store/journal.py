@@ -228,7 +228,12 @@ def _read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
 
 
 def _apply(path: Path, size: int, pages: Mapping[int, bytes | bytearray]) -> None:
-    """Write the pages to the file ``path``, flush this file to the disk, and remove the journal."""
+    """Write the pages to the file ``path``, flush this file to the disk, and remove the journal.
+
+    :param path: file to change
+    :param size: new size of the file in bytes
+    :param pages: changed pages, by page number
+    """
     with path.open("r+b", buffering=0) as file:
         # Readers that use HDF5 lock the file, too, and must not stop the run by keeping it open.
         with contextlib.suppress(OSError):

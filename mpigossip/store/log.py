@@ -272,7 +272,10 @@ class LogWriter:
             except FileNotFoundError:
                 is_log = False
         if not is_log:
-            raise LogGone(f"{self.path} was deleted or overwritten while the run was writing to it")
+            raise LogGone(
+                f"{self.path} was deleted or overwritten while the run was writing to it; leave "
+                "the files of a running job in place"
+            )
         with transaction(self.path) as changed:
             yield changed
 
@@ -343,7 +346,13 @@ def _widen(group: h5py.Group, nodes: int) -> None:
 
 
 def _column(group: h5py.Group, name: str, column: Column, per_node: bool) -> None:
-    """Create a column, unless it exists; its rows in use are unknown entries."""
+    """Create a column, unless it exists; its entries are unknown in rows that exist already.
+
+    :param group: group of the steps or of the evaluations
+    :param name: name of the column
+    :param column: its unit, description and type
+    :param per_node: whether the column has an entry for each node, and not one for each row
+    """
     if name in group:
         return
     index = group["step"] if "step" in group else group["at_step"]

@@ -160,6 +160,8 @@ def _typed(entries: Any, default: type = object) -> dict[str, Any]:
     Entries named in `TEXTS` must be strings. Entries named in `NUMBERS`, and metrics, must be
     numbers. All others must have the type ``default``.
 
+    :param entries: value that should be a dict of the entries, by name
+    :param default: type of entries with other names
     :raises ValueError: if an entry has another type, or the summary of a finished run lacks one of
         the entries in `NEEDED`
     """
@@ -217,6 +219,9 @@ def columns(objects: dict[str, Any], group: str) -> list[tuple[str, h5py.Dataset
 def _check(datasets: dict[str, h5py.Dataset], group: str, index: str) -> None:
     """Check that the steps of a group ascend, and that its columns have the right shapes.
 
+    :param datasets: columns of the group, by name
+    :param group: "steps" or "evaluations"
+    :param index: name of the column that numbers the rows
     :raises ValueError: if this is not so
     """
     for scale in (index, "node"):

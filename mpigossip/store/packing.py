@@ -293,7 +293,14 @@ def _write_decoded(
     gray: bool,
     side: tuple[int, int],
 ) -> None:
-    """Write labels and checksums of a split's samples, and all pixels as one contiguous array."""
+    """Write labels and checksums of a split's samples, and all pixels as one contiguous array.
+
+    :param group: group of the split in the data set's file
+    :param labels: label of each sample
+    :param split: the encoded images
+    :param gray: whether all images of the data set are grey, so that one channel is stored
+    :param side: height and width of each image in pixels
+    """
     shape = (len(labels), 1 if gray else 3, *side)
     target = group.create_dataset("images", shape, np.uint8)
     checksums = np.empty(len(labels), np.uint32)
@@ -333,7 +340,9 @@ def _image_files(folder: Path, classes: Sequence[str]) -> Files:
 def _checked(files: Sequence[Path], image_size: int | None, every: int) -> Iterator[_Payload]:
     """Iterate over the checked image files, in order.
 
-    The pixels of each ``every``-th file are measured; if ``every`` is 0, none are.
+    :param files: image files
+    :param image_size: largest length of the shorter side in pixels; None: no limit
+    :param every: the pixels of each ``every``-th file are measured; 0: of no file
     """
 
     def check(item: tuple[int, Path]) -> _Payload:
