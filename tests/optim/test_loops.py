@@ -61,11 +61,10 @@ def test_gpt_resumes_bitwise_after_a_kill(mpirun, mpistart, tmp_path):
 
 
 @pytest.mark.every
-def test_the_loop_of_a_sharded_model_resumes_with_another_number_of_ranks(mpirun, tmp_path):
+def test_the_loop_of_a_sharded_model_resumes_with_another_number_of_ranks(pooled, tmp_path):
     def run(n, per, steps, *more):
         words = ["--ranks-per-node", per, "--steps", steps, "--save-every", 4, *more]
-        script = [sys.executable, SCRIPTS / "fsdp.py", "--out", tmp_path]
-        done = mpirun(n, [*script, *words], timeout=120)
+        done = pooled(n, SCRIPTS / "fsdp.py", "--out", tmp_path, *words, timeout=120)
         assert done.returncode == 0, done.stderr
         return float(re.search(r"averaged model (\S+)", done.stdout)[1])
 
@@ -82,8 +81,8 @@ def test_the_loop_of_a_sharded_model_resumes_with_another_number_of_ranks(mpirun
 
 
 @pytest.mark.every
-def test_a_resnet_with_ema_and_batchnorm_has_one_average_on_all_ranks(mpirun):
-    done = mpirun(3, [sys.executable, SCRIPTS / "resnet.py", "--steps", 12], timeout=120)
+def test_a_resnet_with_ema_and_batchnorm_has_one_average_on_all_ranks(pooled):
+    done = pooled(3, SCRIPTS / "resnet.py", "--steps", 12, timeout=120)
     assert done.returncode == 0, done.stderr
     for name in ("averaged", "EMA averaged"):
         matches = re.findall(rf", {name} (\d\.\d{{4}})", done.stdout)
