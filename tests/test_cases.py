@@ -7,7 +7,7 @@ from tests.cases import covering, on_each
 FIELDS = ("ring", "star", "complete"), (2, 3, 4), ("read", "put"), (False, True)
 ALL = list(itertools.product(*FIELDS))
 POSSIBLE = [case for case in ALL if case[:2] != ("star", 2)]
-"""All cases without those of one pair."""
+"""All cases, except cases that contain a certain pair."""
 
 
 def combinations(cases, strength):

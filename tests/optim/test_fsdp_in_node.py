@@ -37,7 +37,7 @@ MORE = [
     Case(steps=4, ddp=True),
     Case(steps=4, compiled=True),
 ]
-NEAR = [Case(steps=8, clip=None), Case("d2", RING, steps=8), Case("qg-dmsgd", steps=8)]
+NEAR = [Case(steps=4, clip=None), Case("d2", RING, steps=4)]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -82,8 +82,8 @@ def test_the_loop_of_a_sharded_model_resumes_with_another_number_of_ranks(mpirun
 
 
 @pytest.mark.every
-def test_a_resnet_with_ema_and_batchnorm_has_one_average_on_all_ranks(mpirun):
-    done = mpirun(3, [sys.executable, SCRIPTS / "resnet.py", "--steps", 12], timeout=120)
+def test_a_resnet_with_ema_and_batchnorm_has_one_average_on_all_ranks(pooled):
+    done = pooled(3, SCRIPTS / "resnet.py", "--steps", 12, timeout=120)
     assert done.returncode == 0, done.stderr
     for name in ("averaged", "EMA averaged"):
         matches = re.findall(rf", {name} (\d\.\d{{4}})", done.stdout)

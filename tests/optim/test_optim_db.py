@@ -18,11 +18,15 @@ REJECTED = {"LBFGS", "SparseAdam"}
 """Optimizers that can't train this model: one needs a closure, one sparse gradients."""
 
 
-def cases():
-    """Yield name, class and keyword arguments of each case on a CPU."""
+def cases(ends_only=False):
+    """Yield name, class and keyword arguments of each case on a CPU.
+
+    :param ends_only: whether only the first and the last options of each optimizer are used
+    """
     for info in common_optimizers.optim_db:
-        for case in info.optim_inputs_func(device="cpu"):
-            yield info.optim_cls.__name__, info.optim_cls, case.kwargs
+        options = [case.kwargs for case in info.optim_inputs_func(device="cpu")]
+        for kwargs in (options[0], options[-1]) if ends_only else options:
+            yield info.optim_cls.__name__, info.optim_cls, kwargs
 
 
 def model():
@@ -42,10 +46,10 @@ def values(made):
     return torch.cat([p.detach().reshape(-1) for p in made.parameters()])
 
 
-def trained(world):
+def trained(world, ends_only=False):
     """Return the name of each case and its final parameters, or the error."""
     results = []
-    for name, kind, options in cases():
+    for name, kind, options in cases(ends_only):
         if name in REJECTED - {"LBFGS"}:
             continue
         made = model()
@@ -82,13 +86,18 @@ def test_each_optimizer_makes_its_own_steps_bitwise_or_is_rejected():
 
 @with_world
 def on_ranks(world):
-    return [(name, str(result)) for name, _, result in trained(world) if isinstance(result, str)], [
-        result for _, _, result in trained(world) if not isinstance(result, str)
+    return [
+        (name, result if isinstance(result, str) else result.isfinite().all().item())
+        for name, _, result in trained(world, ends_only=True)
     ]
 
 
 @pytest.mark.parametrize("n", [every(4)])
 def test_each_optimizer_trains_on_ranks(ranks, n):
-    rejected, results = ranks(n)(on_ranks, timeout=300)[0]
-    assert {name for name, _ in rejected} >= {"LBFGS"}
-    assert len(results) > 80 and all(bool(result.isfinite().all()) for result in results)
+    """The test above has all options."""
+    results = ranks(n)(on_ranks, timeout=300)[0]
+    assert {info.optim_cls.__name__ for info in common_optimizers.optim_db} - {
+        name for name, _ in results
+    } <= REJECTED
+    assert len(results) > 20
+    assert all(finite is True or name == "LBFGS" for name, finite in results), results

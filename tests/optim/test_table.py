@@ -97,7 +97,7 @@ def chosen_cases(n, pairs):
     """Return few accepted combinations of settings in which accepted pairs of values occur.
 
     :param n: number of nodes
-    :param pairs: "most": all pairs but those of algorithm and wire; "others": all that are left
+    :param pairs: "most": all but pairs of algorithm and wire; "others": all that are left
     """
     accepted = list(accepted_combinations(n))
     most = covering(accepted, excluded=ALGORITHM_AND_WIRE)

@@ -23,6 +23,7 @@ from mpigossip.store import StoreError, checkpoint, direct
 from mpigossip.store import manifest as manifests
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.hdf5 import reading
+from tests.cases import on_each
 from tests.launch import warmed
 from tests.store.examples import JOB, flip_bit, node_state, write_checkpoint
 
@@ -217,34 +218,46 @@ def test_large_arrays_bypass_the_page_cache_if_possible(tmp_path, monkeypatch, c
     same(checkpoint.read_node(path, 0), node)
 
 
-def test_invalid_calls_are_rejected(tmp_path, monkeypatch):
+GOOD = node_state(0)
+NOT_IN_HDF5 = "cannot be stored in HDF5"
+INVALID_STATES = {
+    "too few parameters": ({"parameters": GOOD.parameters[1:]}, {}, "parameters of type float32"),
+    "array of objects": ({"arrays": {"a": np.array([{}], object)}}, {}, NOT_IN_HDF5),
+    "name without a part": ({"arrays": {"a//b": np.zeros(1)}}, {}, NOT_IN_HDF5),
+    "name with two dots": ({"arrays": {"../x": np.zeros(1)}}, {}, NOT_IN_HDF5),
+    "too many groups": ({}, {"OBJECTS": 15}, "would have 16 groups"),
+    "too much text": ({}, {"TEXT": 60}, "would have 109 bytes of"),
+}
+"""For each case: fields of a state, limits of store/guard.py, and a part of the message."""
+
+
+@pytest.mark.parametrize("name", INVALID_STATES)
+def test_states_that_no_file_can_hold_are_rejected(tmp_path, monkeypatch, name):
+    fields, limits, message = INVALID_STATES[name]
+    for limit, value in limits.items():
+        monkeypatch.setattr(checkpoint.guard, limit, value)
+    state = dataclasses.replace(GOOD, **fields)
+    with pytest.raises((ValueError, StoreError), match=message):
+        checkpoint.write_node(checkpoint.begin(tmp_path, 1), 0, state)
+    assert checkpoint.latest(tmp_path) is None
+
+
+@on_each("choose", [lambda entries: [], lambda entries: entries, lambda entries: entries[:1] * 2])
+def test_a_checkpoint_with_other_nodes_than_0_to_n_is_rejected(tmp_path, choose):
+    """The files of nodes 0 and 2 exist; no, both or two equal entries are committed."""
     temporary = checkpoint.begin(tmp_path, 1)
-    good = node_state(0)
-    with pytest.raises(ValueError, match="parameters of type float32"):
-        checkpoint.write_node(
-            temporary, 0, NodeState(good.parameters[1:], good.names, good.shapes, {}, {})
-        )
-    for name, array in (
-        ("a", np.array([{}], object)),
-        ("a//b", np.zeros(1)),
-        ("../x", np.zeros(1)),
-    ):
-        with pytest.raises(ValueError, match="cannot be stored in HDF5"):
-            checkpoint.write_node(
-                temporary, 0, NodeState(good.parameters, good.names, good.shapes, {name: array}, {})
-            )
-    for limit, value, count in (("OBJECTS", 15, "16 groups"), ("TEXT", 60, "109 bytes of")):
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoint.guard, limit, value)
-            with pytest.raises(StoreError, match=f"would have {count}"):
-                checkpoint.write_node(temporary, 0, good)
-    entries = [checkpoint.write_node(temporary, i, good) for i in (0, 2)]
-    for invalid in ([], entries, entries[:1] * 2):
-        with pytest.raises(ValueError, match="its table"):
-            checkpoint.commit(temporary, tmp_path, 1, invalid, "", {})
+    entries = [checkpoint.write_node(temporary, node, GOOD) for node in (0, 2)]
+    with pytest.raises(ValueError, match="its table"):
+        checkpoint.commit(temporary, tmp_path, 1, choose(entries), "", {})
+    assert checkpoint.latest(tmp_path) is None
+
+
+def test_a_checkpoint_without_a_node_s_file_is_rejected(tmp_path):
+    temporary = checkpoint.begin(tmp_path, 1)
+    entry = checkpoint.write_node(temporary, 0, GOOD)
     (temporary / "node-0000.h5").unlink()
     with pytest.raises(StoreError, match="file system that all nodes share"):
-        checkpoint.commit(temporary, tmp_path, 1, entries[:1], "", {})
+        checkpoint.commit(temporary, tmp_path, 1, [entry], "", {})
     assert checkpoint.latest(tmp_path) is None
 
 

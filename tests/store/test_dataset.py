@@ -143,7 +143,7 @@ REJECTED_BY_PACK = {
 }
 """Case: change of the folder of images, packed folder in it, packed file, options, and message.
 
-"" stands for the folder of images itself, or for the file out.h5 beside it.
+"" stands for the folder of images itself, or for the file out.h5 next to it.
 """
 
 

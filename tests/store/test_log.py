@@ -16,6 +16,7 @@ import pytest
 from mpigossip.analysis.report import table
 from mpigossip.store import StoreError, journal, log
 from mpigossip.store.log import Column, read
+from tests.cases import on_each
 from tests.launch import warmed
 from tests.store.examples import COLUMNS, evaluation, log_values, log_writer, write_log
 
@@ -184,19 +185,26 @@ def test_earlier_and_damaged_logs_are_renamed(tmp_path, caplog):
     assert (tmp_path / "log.h5.3").exists()
 
 
-def test_files_that_are_not_logs(tmp_path):
-    with pytest.raises(StoreError, match=r"no\.h5 doesn't exist"):
-        read(tmp_path / "no.h5")
+def append_to(path):
+    out = log_writer(path.with_name("log.h5"))
+    out.path = path
+    out.append(log_values(range(5), 3))
+
+
+@on_each(
+    ("call", "name", "message"),
+    [
+        (read, "no.h5", r"no\.h5 doesn't exist"),
+        (read, "text", "has invalid content"),
+        (log_writer, "text/log.h5", "can't be written"),
+        (append_to, "long" * 100, "can't be written"),  # an error other than FileNotFoundError
+    ],
+)
+def test_files_that_are_not_logs(tmp_path, call, name, message):
+    """The only file before is a text."""
     (tmp_path / "text").write_text("text")
-    with pytest.raises(StoreError, match="has invalid content"):
-        read(tmp_path / "text")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="can't be written"):
-        log_writer(tmp_path / "file/log.h5")
-    out = log_writer(tmp_path / "log.h5")
-    out.path = tmp_path / ("long" * 100)  # an error other than FileNotFoundError
-    with pytest.raises(StoreError, match="can't be written"):
-        out.append(log_values(range(5), 3))
+    with pytest.raises(StoreError, match=message):
+        call(tmp_path / name)
 
 
 def test_columns_and_points(tmp_path):

@@ -134,12 +134,12 @@ def test_the_commands_of_a_page_are_commands(page, monkeypatch, capsys):
 
 
 @pytest.mark.every
-def test_tutorials_run_as_pasted(tmp_path, mpirun, monkeypatch):
+def test_tutorials_run_as_pasted(tmp_path, pooled, monkeypatch):
     """Run the loop on four ranks, and resume it; then run the study of algorithm and graph."""
     (program,) = blocks("tutorial-loop", "python")
     for steps in (30, 40):  # the second goes on where the first ended
         (tmp_path / "train.py").write_text(program.replace("BATCH = 600", f"BATCH = {steps}"))
-        ran = mpirun(4, [sys.executable, "train.py"], timeout=120, cwd=tmp_path)
+        ran = pooled(4, "train.py", timeout=120)
         assert ran.returncode == 0 and (tmp_path / "model.pt").exists(), ran.stderr
     assert "resuming at step 30" in ran.stdout and "finished at step 40" in ran.stdout
     monkeypatch.chdir(tmp_path)
@@ -245,10 +245,10 @@ def test_each_line_of_shell_of_a_page_runs_or_resolves(page, tmp_path, monkeypat
 
 
 @pytest.mark.every
-def test_the_loop_that_came_from_ddp_runs(monkeypatch, mpirun, tmp_path):
+def test_the_loop_that_came_from_ddp_runs(pooled, tmp_path):
     (program,) = blocks("migrate", "python")
     (tmp_path / "after.py").write_text(program)
-    done = mpirun(2, [sys.executable, "after.py"], timeout=60, cwd=tmp_path)
+    done = pooled(2, "after.py")
     assert done.returncode == 0, done.stderr
 
 

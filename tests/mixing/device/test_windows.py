@@ -30,7 +30,7 @@ PAIRS = [
 
 
 def chosen_graphs(n, memory):
-    """Return the graphs of a case; in those of `--all`, all pairs of values of two fields occur."""
+    """Return the graphs of a case; cases of `--all` contain all pairs of values of two fields."""
     if (n, memory) in SHOWN:
         return GRAPHS
     possible = [(*pair, name) for pair in PAIRS for name, _ in graphs_for(pair[0])]
