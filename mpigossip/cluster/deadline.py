@@ -73,6 +73,8 @@ class RankState:
     """Number of ordered calls that this rank has made since its world was opened."""
     pause_depth: int = 0
     """Number of nested `paused` blocks that this rank is in."""
+    pause: Any = None
+    """`waits.Pause` of the outermost of these blocks; None if there is none, or no monitor."""
     sigterm_time: float = math.inf
     """Time of a SIGTERM, by `time.monotonic`, until the ranks agree on a step to stop at; otherwise
     infinity."""
@@ -162,18 +164,25 @@ def paused() -> Iterator[None]:
 
     A rank uses this for long work that the other ranks have to wait for. In the meantime, a wait
     for this rank does not end at its limit, nor does a wait for a rank that waits for this rank.
+
+    The pause is announced to the other ranks by a thread, unless it ends within some 0.1 s or
+    another rank has announced a pause (see `waits.Pause`). The thread needs the interpreter for a
+    moment at that time: the work must not begin with one call of a C extension that holds the
+    interpreter's lock for longer than the time limit of the other ranks.
     """
     entered = False
     try:
         this_rank.pause_depth = this_rank.pause_depth + 1
         entered = True
-        if this_rank.pause_depth == 1:
-            announce(PAUSED)
+        if this_rank.pause_depth == 1 and this_rank.monitor is not None:
+            this_rank.pause = this_rank.monitor.new_pause()
+            this_rank.pause.begin()
         yield
-    finally:  # also after an interrupt in `announce`, or the others would wait without a limit
+    finally:  # also after an interrupt in `begin`, or the others would wait without a limit
         this_rank.pause_depth -= entered
-        if not this_rank.pause_depth:
-            announce(WORKING)
+        if not this_rank.pause_depth and this_rank.pause is not None:
+            this_rank.pause.end()
+            this_rank.pause = None
 
 
 def any_rank_paused() -> bool:
@@ -251,8 +260,8 @@ def judge_wait(
 
     :param elapsed: seconds since the time limit was started or, after a pause, restarted
     :param limit: time limit in seconds
-    :param since_sigterm: seconds for which the wait has lasted since this process received SIGTERM;
-        zero or negative: it has received none
+    :param since_sigterm: seconds for which the wait has lasted since this process received SIGTERM,
+        or since the end of a pause; zero or negative: it has received none
     :param is_paused: whether any rank is paused; then neither the limit nor a SIGTERM ends the wait
     :param departed_code: exit code of an awaited rank that never takes part; None if there is none
     """
@@ -351,6 +360,7 @@ class Deadline:
         :param departures: as in :meth:`wait`
         """
         pause = SHORTEST_S
+        last_paused = begin
         extension = PauseExtension()
         while not predicate():
             now = time.monotonic()
@@ -363,9 +373,10 @@ class Deadline:
                 code = wait.poll()  # receives statuses
                 departed_code = code if departures else None
                 is_paused = wait.is_paused()
-                since_sigterm = now - max(begin, this_rank.sigterm_time)
+                since_sigterm = now - max(begin, last_paused, this_rank.sigterm_time)
             if is_paused:
                 self._start = now  # a whole limit is left, too, if the pause ends before this limit
+                last_paused = now
             verdict = judge_wait(
                 now - self._start, self.seconds, since_sigterm, is_paused, departed_code
             )

@@ -115,7 +115,11 @@ class MPIWorld(Communicator):
         self._monitor = (
             None
             if self.size == 1
-            else WaitMonitor(with_timeout(comm, timeout_s).Dup().plain, self.hosts)
+            else WaitMonitor(
+                with_timeout(comm, timeout_s).Dup().plain,
+                self.hosts,
+                threaded=threads_may_call_mpi(),
+            )
         )
         this_rank.monitor = self._monitor
         this_rank.ordered_calls = 0
@@ -178,7 +182,9 @@ class MPIWorld(Communicator):
         exit_handler.survivors = comm
         keep_alive.append(self._monitor)
         self._monitor = this_rank.monitor = (
-            None if self.size == 1 else WaitMonitor(comm.Dup(), self.hosts, False)
+            None
+            if self.size == 1
+            else WaitMonitor(comm.Dup(), self.hosts, False, threads_may_call_mpi())
         )
 
     def node_group(
@@ -351,6 +357,13 @@ def _open_world(timeout_s: float) -> MPIWorld:
     opened.after_close.callback(restore)
     process.started()
     return opened
+
+
+def threads_may_call_mpi() -> bool:
+    """Return whether MPI provides THREAD_MULTIPLE."""
+    from mpi4py import MPI
+
+    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
 @contextlib.contextmanager

@@ -11,8 +11,9 @@ sent nothing: they are computing, stopped or unreachable.
 As long as no wait is long, no message is sent, not even when a world closes or a rank exits: a rank
 that exits answers the ranks that wait for it, until all ranks exit. A rank sends at most
 `MAX_AWAITED` messages each time its wait has doubled, so that the number of messages of a job grows
-in proportion to its number of ranks. Only a pause and the report of an error are announced to all
-ranks.
+in proportion to its number of ranks. Only a long pause and the report of an error are announced to
+all ranks. While the pause of one rank is announced, no other rank announces its own
+(:class:`Pause`).
 
 An interrupt (Ctrl-C) may arrive between any two instructions. A message is therefore received into
 memory of the `WaitMonitor`, and recorded by operations that can be repeated. If the sending of a
@@ -23,7 +24,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -74,6 +77,14 @@ DEPARTURE_GRACE_S = 10.0
 """Seconds after which a departed rank counts as gone: its last messages have arrived by then."""
 MAX_RECIPIENTS = 64
 """Largest number of ranks, counted from rank 0, that are informed besides the awaited ones."""
+ANNOUNCE_AFTER_S = 0.05
+"""Seconds after which a pause is announced, so that short pauses send no message."""
+POLLS = 5
+"""Number of times that messages are received before a pause is announced."""
+POLL_AGAIN_S = 2e-3
+"""Seconds between two of these times."""
+SPREAD_S = 0.2
+"""Longest additional delay of an announcement, in seconds (:func:`spread_delay`)."""
 
 
 class Report(NamedTuple):
@@ -133,14 +144,18 @@ def departed_code(own: Report, other: Report, now: float) -> int | None:
 class WaitMonitor:
     """Statuses of all ranks of a world: it sends the status of this rank and keeps the others."""
 
-    def __init__(self, comm: MPI.Comm, hosts: Sequence[str], ordered: bool = True):
+    def __init__(
+        self, comm: MPI.Comm, hosts: Sequence[str], ordered: bool = True, threaded: bool = True
+    ):
         """Create a monitor that knows no rank's status yet; this sends no message.
 
         :param comm: communicator of the world, used by this object only
         :param hosts: host name of each rank
         :param ordered: whether all ranks make the same calls, so that the numbers of their calls
             can be compared
+        :param threaded: whether several threads may call MPI at the same time
         """
+        self.threaded = threaded
         self._comm = comm
         self._hosts = hosts
         self._ordered = ordered
@@ -176,10 +191,19 @@ class WaitMonitor:
         """Return a new :class:`Wait` with the same arguments."""
         return Wait(self, seconds, awaited_ranks)
 
+    def new_pause(self) -> Pause:
+        """Return a pause of this rank that has not begun yet."""
+        return Pause(self)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the world."""
+        return self._comm.size
+
     def send_status(self, ranks: Iterable[int], status: int) -> None:
         """Send the status of this rank and its current call to ``ranks``.
 
-        During a pause, a wait in another thread of this rank does not change the status PAUSED.
+        While a pause is announced, a wait in another thread does not change the status PAUSED.
 
         :param ranks: ranks of this world to send to
         :param status: status to send, a constant of the module `deadline`
@@ -188,7 +212,8 @@ class WaitMonitor:
         if os.getpid() != self._process:
             return
         with self._send_lock:  # otherwise the end of the pause could be announced before this
-            if this_rank.pause_depth and status in (WAITING, WORKING):
+            announced = this_rank.pause is not None and this_rank.pause.announced
+            if announced and status in (WAITING, WORKING):
                 status = PAUSED
             started = [sent for sent in self._sent if sent.request is not None]
             self._interrupted |= {*self._sent} - {*started}
@@ -386,6 +411,8 @@ class WaitMonitor:
         """
         from mpi4py import MPI
 
+        if this_rank.pause is not None:  # its thread must not use a communicator that is free
+            this_rank.pause.end()
         self.send_status([], CLOSING)  # adds interrupted messages to `_interrupted`
         # Receivers record the number of the last message. If the interrupted message was not sent,
         # this one, which has a higher number, makes up for it.
@@ -408,6 +435,89 @@ class _SentMessage:
         self.rank = rank
         self.value: np.ndarray | None = None
         self.request: MPI.Request | None = None
+
+
+class Pause:
+    """A pause of this rank (`deadline.paused`), and the thread that announces it to all ranks.
+
+    The other ranks need not know of every pause. While any rank is paused, no wait ends at its
+    limit (`Deadline.wait`), so that it is enough if one long pause is known to all. The thread
+    therefore announces nothing at first. After `ANNOUNCE_AFTER_S` and a random delay, it
+    looks for a pause that another rank has announced; if there is none, it announces its own, and
+    later the end of it. Otherwise, it looks again after the next delay, until its pause ends.
+
+    If all n ranks pause at the same time, they send O(n) messages together instead of 2n(n − 1). If
+    the pause of the announcing rank ends, no pause is announced for at most the longest delay. The
+    waits do not end in this gap, because the end of a pause starts their time limits again.
+
+    If MPI may not be called by several threads, each pause is announced at its beginning.
+    """
+
+    def __init__(self, monitor: WaitMonitor):
+        self._monitor = monitor
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.announced = False
+        """True between the announcements of the beginning and of the end."""
+
+    def begin(self) -> None:
+        """Start the thread; announce the pause if threads may not call MPI."""
+        if self._monitor.threaded:
+            self._thread = threading.Thread(target=self._run, name="mpigossip-pause", daemon=True)
+            self._thread.start()
+        else:
+            self._announce()
+
+    def end(self) -> None:
+        """End the pause, and announce its end if it was announced; later calls have no effect."""
+        self._ended.set()
+        if self._thread is None:
+            self._announce_end()
+        elif self._thread.ident is not None:  # otherwise, an interrupt came before its start
+            self._thread.join()
+
+    def _announce(self) -> None:
+        self.announced = True
+        self._monitor.announce(PAUSED)
+
+    def _announce_end(self) -> None:
+        if self.announced:
+            self.announced = False
+            self._monitor.announce(WORKING)
+
+    def _run(self) -> None:
+        # A program that ends inside the pause must not be in a call of MPI during MPI_Finalize.
+        program = threading.main_thread()
+        while program.is_alive():
+            if self._ended.wait(ANNOUNCE_AFTER_S + spread_delay(self._monitor.size)):
+                break
+            if not self._knows_of_another():
+                self._announce()
+                self._ended.wait()
+        self._announce_end()
+
+    def _knows_of_another(self) -> bool:
+        """Return whether another rank has announced a pause."""
+        # While no thread of a rank is in MPI, messages do not proceed. The first call of MPI after
+        # a while may only let MPI notice that one is there (seen with MPICH 5.0.2).
+        return any(
+            self._monitor.poll_paused() or self._ended.wait(POLL_AGAIN_S) for _ in range(POLLS)
+        )
+
+
+def spread_delay(n: int) -> float:
+    """Return a random delay from 0 to `SPREAD_S` seconds, of which few are short.
+
+    If n ranks draw a delay at the same time, one of them draws 0 on average, and the number of
+    delays below d is about n ** (d / SPREAD_S). Only a few ranks thus announce a pause before the
+    first announcement has arrived. Such delays suppress the feedback of receivers of a multicast
+    (J. Nonnenmacher and E. Biersack, "Optimal multicast feedback", INFOCOM 1998).
+
+    :param n: number of ranks, at least 2
+    """
+    # The generators of the program keep their states.
+    uniform = 1.0 - random.SystemRandom().random()
+    return SPREAD_S * max(0.0, 1.0 + math.log(uniform) / math.log(n))
 
 
 class Wait:

@@ -1,10 +1,12 @@
 """`Gossip`: a torch optimizer that exchanges with neighbouring nodes in each step."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from types import ModuleType
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from mpigossip.cluster import deadline
 from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
+from mpigossip.config.errors import STOPPED
 from mpigossip.engine.measurements import StepMetrics
 from mpigossip.engine.module import ModuleParameters
 from mpigossip.engine.overlapping_tensors import check_separate
@@ -21,9 +24,10 @@ from mpigossip.engine.sharded import plan_layouts
 from mpigossip.engine.step import Engine
 from mpigossip.mixing.base import Mixer
 from mpigossip.mixing.device.memory import check_default_device
-from mpigossip.optim import arguments, wrappers
+from mpigossip.optim import arguments, run_directory, wrappers
 from mpigossip.optim import state_dict as states
 from mpigossip.optim.averaged import averaged, distance, paused
+from mpigossip.optim.callbacks import LIGHTNING, make_callback
 from mpigossip.optim.inner import (
     StaleGradients,
     check,
@@ -34,10 +38,10 @@ from mpigossip.optim.inner import (
     unscaled,
 )
 from mpigossip.optim.node import LoopNode
-from mpigossip.optim.run_directory import RunDirectoryMixin, open_log, open_run
 from mpigossip.optim.settings import settings
 from mpigossip.runs import printer
 from mpigossip.runs.node import closing
+from mpigossip.runs.run import Run
 from mpigossip.runs.survive import Survival, prepare
 from mpigossip.training.parts import JobParts
 
@@ -46,8 +50,15 @@ LOADED = "the first call after load_state_dict()"
 the call, and the error message about that contains this name.
 """
 
+HOOKS = [
+    f"_optimizer_{call}_{when}_hooks"
+    for call in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+]
+"""Attributes of `torch.optim.Optimizer` with the hooks of a program."""
 
-class Gossip(RunDirectoryMixin):
+
+class Gossip(torch.optim.Optimizer):
     """Optimizer that adds an exchange with neighbouring nodes to each step of another optimizer.
 
     Each rank is a node::
@@ -139,7 +150,11 @@ class Gossip(RunDirectoryMixin):
         with world.raise_together(JobError) if hasattr(world, "raise_together") else nullcontext():
             optimizer = arguments.one_optimizer(optimizer)
             arguments.check(world, model, optimizer)
-        super().__init__(optimizer)
+        # `torch.optim.Optimizer.__init__` is not called, because it would create new groups.
+        for name in HOOKS:
+            setattr(self, name, OrderedDict())
+        self._patch_step_function()
+        self._inner = optimizer
         self._world = world
         self._given = model
         self._model = wrappers.unwrap(model)
@@ -157,7 +172,7 @@ class Gossip(RunDirectoryMixin):
             self._job = parts.job
             check_method(parts, optimizer)
             arguments.check_callback(self._job, on_change)
-        self._run = open_run(world, self._job) if run else None
+        self._run: Run | None = run_directory.open_run(world, self._job) if run else None
         self._begin(parts, overlap, measure_every, on_change)
 
     def _begin(
@@ -205,6 +220,45 @@ class Gossip(RunDirectoryMixin):
 
     def __repr__(self) -> str:
         return f"Gossip[{self._job.algorithm.name}, {self._node.graph.name}] {self._inner!r}"
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """True, which lets GradScaler call step() even if gradients overflowed.
+
+        Without this call, the neighbours would wait for this node's message. For Lightning the
+        value is False, because Lightning concludes from True that gradients can't be clipped, even
+        without a scaler. It then divides the gradients by the scale itself, and step() does not
+        divide them again.
+        """
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        return asking.partition(".")[0] not in LIGHTNING
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups of the inner optimizer."""
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """State of the inner optimizer."""
+        return self._inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Defaults of the inner optimizer."""
+        return self._inner.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, with ``set_to_none`` as in torch."""
+        self._inner.zero_grad(set_to_none)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Raise JobError, because `copy` and `pickle` are not supported."""
+        raise JobError("Gossip can't be copied or pickled: use optimizer.state_dict() instead")
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Add a ``group`` of the model's parameters, such as formerly frozen ones, as in torch."""
@@ -277,7 +331,7 @@ class Gossip(RunDirectoryMixin):
             clock.lap("compute_s")
         if self._run:
             with clock.uncounted():
-                open_log(self._run)
+                run_directory.open_log(self._run)
                 self._run.close_step()
         # If parameters were thawed, this replaces the engine and its clock; the time above belongs
         # to the old one.
@@ -433,6 +487,12 @@ class Gossip(RunDirectoryMixin):
         self._loaded = entry
         self._run_hooks("load_state_dict_post")
 
+    def _run_hooks(self, name: str, *arguments: Any) -> Any:
+        value = None
+        for hook in getattr(self, f"_optimizer_{name}_hooks").values():
+            value = hook(self, *arguments) or value
+        return value
+
     # -- all nodes ---------------------------------------------------------------------
 
     def average(self) -> None:
@@ -477,6 +537,116 @@ class Gossip(RunDirectoryMixin):
         """Return the consensus distance (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²; collective."""
         self._ready_engine()
         return distance(self._node)
+
+    # -- the run directory -----------------------------------------------------------------------
+
+    def log(self, *step_and_metrics: int | Mapping[str, Any], **figures: Any) -> None:
+        """Add metrics of this node's step to the log; a step is written when the next one begins.
+
+        :param step_and_metrics: number of the step, counted from 0, and dicts of metrics; without a
+            number, the metrics belong to the last step, or to the first step if there is none yet
+        :param figures: numbers or tensors of one number by name, each a column of the log; "loss",
+            "lr" and "gradient_norm" have the meaning that they have in a job, and "samples" of the
+            step yield the speed
+        :raises JobError: if the step has been written, or if the log measures a metric itself
+        """
+        run = self._required_run("log")
+        step: int | None = None
+        for value in step_and_metrics:
+            if isinstance(value, Mapping):
+                figures = {**value, **figures}
+            elif step is None:
+                step = value
+        run_directory.add_metrics(run, step, figures)
+
+    def keep(self, **things: Any) -> None:
+        """Add objects to checkpoints; call it before :meth:`resume`.
+
+        :param things: objects by name, either with ``state_dict`` and ``load_state_dict``, or torch
+            generators (``get_state`` and ``set_state``)
+        :raises JobError: if a name is invalid, or an object has neither pair of methods
+        """
+        self._required_run("keep")
+        run_directory.check_kept(things)
+        self._node.keeps |= things
+
+    def save(self) -> None:
+        """Write a checkpoint of the current step in the background; collective."""
+        run = self._required_run("save")
+        self._ready_engine()
+        run_directory.save(run, self._node)
+
+    def resume(self) -> int:
+        """Continue from the newest checkpoint; return the number of steps made, or 0; collective.
+
+        With the same number of nodes, the run continues bitwise identically: model, optimizer,
+        algorithm, torch's random numbers, and the objects given to :meth:`keep`. With another
+        number, it continues from the exact average, and reports the state that is dropped.
+
+        :raises JobError: after the first step, or after save() or log()
+        """
+        run = self._required_run("resume")
+        self._ready_engine()
+        if run.begun:
+            raise JobError("call resume() before the first step, and before save() and log()")
+        if run.newest is not None:
+            self._node.restart_exchanges()
+        step = run.resume()
+        if self._survival is not None:
+            self._survival.keep(reset=True)
+        return step
+
+    @property
+    def stopping(self) -> bool:
+        """True once all ranks have agreed, at the same step, to stop: call :meth:`exit` then.
+
+        The reason is SIGTERM, SIGUSR1, SIGUSR2, ``touch RUN/STOP``, or the end of the allocation.
+        """
+        return self._required_run("stopping").stopping
+
+    def handle_signals(self) -> None:
+        """Install the signal handlers again, after other code has replaced them."""
+        self._required_run("handle_signals").stopper.listen()
+
+    def exit(self) -> NoReturn:
+        """Save a checkpoint and exit with code 75, for which batch scripts requeue; collective."""
+        run = self._required_run("exit")
+        self._node.check_not_paused("exit()")
+        run.stopped = True
+        self._world.close()
+        raise SystemExit(STOPPED)
+
+    def exit_if_stopping(self, save: Callable[..., object] | None = None, *arguments: Any) -> None:
+        """If :attr:`stopping`, call ``save(*arguments)``, unless it is None, and :meth:`exit`.
+
+        :param save: function that saves the state of the program; None: nothing to save
+        :param arguments: arguments of ``save``
+        """
+        if self.stopping:
+            if save is not None:
+                save(*arguments)
+            self.exit()
+
+    @staticmethod
+    def callback(framework: ModuleType) -> Any:
+        """Return a callback for a trainer that saves, stops and exits if :attr:`stopping`.
+
+        :param framework: the module ``transformers``, whose trainer stops after the step, or
+            ``lightning`` or ``pytorch_lightning``, whose trainer stops after the epoch
+        :raises JobError: for other frameworks
+        """
+        return make_callback(framework)
+
+    def _required_run(self, call: str) -> Run:
+        """Return the run; ``call`` is the name of the method that needs it.
+
+        :raises JobError: if this Gossip was created without ``run``
+        """
+        if self._run is None:
+            raise JobError(f'{call}: needs a run directory: pass Gossip(…, run="runs/mine")')
+        return self._run
+
+    # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Free windows and threads; collective. The world calls this when it closes."""

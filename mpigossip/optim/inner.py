@@ -18,7 +18,6 @@ from mpigossip.engine.module import ModuleParameters
 from mpigossip.engine.sharded import is_sharded, local_shard
 from mpigossip.engine.step import Engine
 from mpigossip.mixing.combine import copy_into
-from mpigossip.optim.base import Wrapper
 from mpigossip.store import StoreError
 from mpigossip.training.parts import JobParts
 
@@ -265,8 +264,13 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "differentiable = True: gradients can't pass through an exchange, and torch does not "
             "step leaf parameters in this mode: create the optimizer without differentiable"
         )
-    if any(isinstance(part, Wrapper) for part in parts_of(optimizer)):
+    if any(is_gossip(part) for part in parts_of(optimizer)):
         raise JobError("the optimizer is a Gossip already: pass the torch optimizer, not Gossip")
+
+
+def is_gossip(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is a `Gossip`, whose module imports this one."""
+    return hasattr(type(optimizer), "consensus_distance")
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -383,7 +387,9 @@ def learning_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) 
     return lr
 
 
-def unscaled(optimizer: Wrapper, engine: Engine, vector: ModuleParameters) -> tuple[int, ...]:
+def unscaled(
+    optimizer: torch.optim.Optimizer, engine: Engine, vector: ModuleParameters
+) -> tuple[int, ...]:
     """Divide the gradients by the scale of torch's GradScaler, unless they have overflowed.
 
     16-bit gradients are not divided here: ``vector.inverse`` becomes the inverse of the scale, and
@@ -391,9 +397,9 @@ def unscaled(optimizer: Wrapper, engine: Engine, vector: ModuleParameters) -> tu
     all nodes, the call is collective, and all nodes return the same rows.
 
     GradScaler.step() sets two attributes of the optimizer before it calls step(): ``found_inf``, a
-    tensor that is > 0 if any gradient is infinite or NaN, and ``grad_scale``, the scale that
-    :meth:`Wrapper.unscale` reads (None if the program has already divided the gradients by it).
-    Without a scaler, the attributes are missing.
+    tensor that is > 0 if any gradient is infinite or NaN, and ``grad_scale``, the scale (None if
+    the program has already divided the gradients by it). Without a scaler, the attributes are
+    missing.
 
     :returns: the rows that skip the local step: (0,), the only node of a loop, if gradients have
         overflowed; otherwise ()
@@ -407,8 +413,26 @@ def unscaled(optimizer: Wrapper, engine: Engine, vector: ModuleParameters) -> tu
         overflow = engine.mixer.mean_scalars(overflow)
     if float(overflow.reshape(-1)[0]) > 0:
         return (0,)
-    vector.inverse = optimizer.unscale(vector.rows[0])
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is not None:
+        vector.inverse = divide_by_scale(scale, vector.rows[0])
     return ()
+
+
+def divide_by_scale(scale: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Divide the gradients of ``parameters`` in place by GradScaler's scale; return its inverse.
+
+    16-bit gradients are not divided, because they would underflow; the caller converts them to
+    float32 first.
+
+    :param scale: scale of GradScaler, one element
+    :param parameters: parameters whose gradients are divided
+    """
+    inverse = scale.double().reciprocal().float()  # computed as GradScaler does
+    for p in parameters:
+        if p.grad is not None and p.grad.dtype.itemsize > 2:
+            local_shard(p.grad).mul_(inverse.to(p.grad.device))
+    return inverse
 
 
 def check_free(optimizer: torch.optim.Optimizer) -> None:

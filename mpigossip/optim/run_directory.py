@@ -1,26 +1,22 @@
-"""Methods of an optimizer with a run directory: log, checkpoints, stopping and callbacks."""
+"""Run directory of a custom loop: its lock, metrics of the program, and checkpoints."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from mpigossip.cluster import deadline
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
-from mpigossip.config.errors import STOPPED, UserError
+from mpigossip.config.errors import UserError
 from mpigossip.config.readable import pluralize
-from mpigossip.engine.step import Engine
-from mpigossip.optim.base import LIGHTNING, Wrapper
 from mpigossip.optim.node import LoopNode
 from mpigossip.runs.lock import locked
 from mpigossip.runs.run import Run
 from mpigossip.runs.snapshot_and_restore import read_manifest
 from mpigossip.runs.start_and_resume import newest
-from mpigossip.runs.survive import Survival
 from mpigossip.store import checkpoint
 from mpigossip.store.log import COLUMNS
 
@@ -88,199 +84,63 @@ def check_names(figures: Iterable[str], measured: Collection[str]) -> None:
             raise JobError(f'log: "{name}" {problem}: choose another name for the metric')
 
 
-class RunDirectoryMixin(Wrapper):
-    """Log, checkpoints and stopping of an optimizer that was given ``run``."""
+def add_metrics(run: Run, step: int | None, figures: Mapping[str, Any]) -> None:
+    """Add metrics to a step that is not written yet.
 
-    _world: World
-    _node: LoopNode
-    _run: Run | None
-    _survival: Survival | None
-
-    def _ready_engine(self) -> Engine:
-        """Return the engine, laid out and with any loaded state restored."""
-        raise NotImplementedError
-
-    def log(self, *step_and_metrics: int | Mapping[str, Any], **figures: Any) -> None:
-        """Add metrics of this node's step to the log; a step is written when the next one begins.
-
-        :param step_and_metrics: number of the step, counted from 0, and dicts of metrics; without a
-            number, the metrics belong to the last step, or to the first step if there is none yet
-        :param figures: numbers or tensors of one number by name, each a column of the log; "loss",
-            "lr" and "gradient_norm" have the meaning that they have in a job, and "samples" of the
-            step yield the speed
-        :raises JobError: if the step has been written, or if the log measures a metric itself
-        """
-        run = self._own_run("log")
-        for value in step_and_metrics:
-            figures = {**value, **figures} if isinstance(value, Mapping) else figures
-        step = next((k for k in step_and_metrics if not isinstance(k, Mapping)), None)
-        done = run.node.engine.index if run.begun else None
-        open_steps = [] if done is None else [done - 1] * (run.last is not None) + [done]
-        index = step if step is not None else open_steps[0] if open_steps else None
-        if index is not None and open_steps and index not in open_steps:
-            raise JobError(
-                f"log: step {index} is not open: optimizer.step() has made {done} steps, counted "
-                f"from 0, and {' or '.join(map(str, open_steps))} can be logged; a step is written "
-                "when the next one begins, and by save(): call log() before that"
-            )
-        check_names(figures, MEASURED)
-        metrics = run.figures.setdefault(-1 if index is None else index, {})
-        for name, value in figures.items():
-            metrics[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
-
-    def keep(self, **things: Any) -> None:
-        """Add objects to checkpoints; call it before :meth:`resume`.
-
-        :param things: objects by name, either with ``state_dict`` and ``load_state_dict``, or torch
-            generators (``get_state`` and ``set_state``)
-        :raises JobError: if a name is invalid, or an object has neither pair of methods
-        """
-        self._own_run("keep")
-        pairs = ("state_dict", "load_state_dict"), ("get_state", "set_state")
-        for name, thing in things.items():
-            if not name.isprintable():
-                raise JobError(
-                    f"keep: the name {name!r} has unprintable characters: choose another name"
-                )
-            if "/" in name or name.startswith("#") or not name.strip("."):
-                raise JobError(
-                    f"keep: the name {name!r} can't be part of a path in a checkpoint: choose a "
-                    'name without "/" that does not begin with "#", such as scheduler=…'
-                )
-            if not any(all(hasattr(thing, method) for method in pair) for pair in pairs):
-                raise JobError(
-                    f"keep: {name} is a {type(thing).__name__}: pass an object with state_dict() "
-                    "and load_state_dict(), or with get_state() and set_state()"
-                )
-        self._node.keeps |= things
-
-    def save(self) -> None:
-        """Write a checkpoint of the current step in the background; collective."""
-        run = self._own_run("save")
-        _ = self._ready_engine()
-        with (
-            deadline.user_call("save()"),
-            self._node.engine.clock.uncounted(),
-            torch.no_grad(),
-            self._node.catch_failure(),
-        ):
-            open_log(run)
-            self._node.check_not_paused("save()")
-            run.save()
-
-    def resume(self) -> int:
-        """Continue from the newest checkpoint; return the number of steps made, or 0; collective.
-
-        With the same number of nodes, the run continues bitwise identically: model, optimizer,
-        algorithm, torch's random numbers, and the objects given to :meth:`keep`. With another
-        number, it continues from the exact average, and reports the state that is dropped.
-
-        :raises JobError: after the first step, or after save() or log()
-        """
-        run = self._own_run("resume")
-        _ = self._ready_engine()
-        if run.begun:
-            raise JobError("call resume() before the first step, and before save() and log()")
-        if run.newest is not None:
-            self._node.restart_exchanges()
-        step = run.resume()
-        if self._survival is not None:
-            self._survival.keep(reset=True)
-        return step
-
-    @property
-    def stopping(self) -> bool:
-        """True once all ranks have agreed, at the same step, to stop: call :meth:`exit` then.
-
-        The reason is SIGTERM, SIGUSR1, SIGUSR2, ``touch RUN/STOP``, or the end of the allocation.
-        """
-        return self._own_run("stopping").stopping
-
-    def handle_signals(self) -> None:
-        """Install the signal handlers again, after other code has replaced them."""
-        self._own_run("handle_signals").stopper.listen()
-
-    def exit(self) -> NoReturn:
-        """Save a checkpoint and exit with code 75, for which batch scripts requeue; collective."""
-        run = self._own_run("exit")
-        self._node.check_not_paused("exit()")
-        run.stopped = True
-        self._world.close()
-        raise SystemExit(STOPPED)
-
-    def exit_if_stopping(self, save: Callable[..., object] | None = None, *arguments: Any) -> None:
-        """If :attr:`stopping`, call ``save(*arguments)``, unless it is None, and :meth:`exit`.
-
-        :param save: function that saves the state of the program; None: nothing to save
-        :param arguments: arguments of ``save``
-        """
-        if self.stopping:
-            if save is not None:
-                save(*arguments)
-            self.exit()
-
-    @staticmethod
-    def callback(framework: ModuleType) -> Any:
-        """Return a callback for a trainer that saves, stops and exits if :attr:`stopping`.
-
-        :param framework: the module ``transformers``, whose trainer stops after the step, or
-            ``lightning`` or ``pytorch_lightning``, whose trainer stops after the epoch
-        :raises JobError: for other frameworks
-        """
-        name = getattr(framework, "__name__", str(framework)).partition(".")[0]
-        if name == "transformers":
-            return _of_transformers(framework)
-        if name in LIGHTNING:
-            return _of_lightning(framework)
+    :param run: the run
+    :param step: number of the step, counted from 0; None: the last step, or the first one if there
+        is none yet
+    :param figures: numbers, or tensors of one number, by name
+    :raises JobError: if the step has been written, or if the log measures a metric itself
+    """
+    done = run.node.engine.index if run.begun else None
+    open_steps = [] if done is None else [done - 1] * (run.last is not None) + [done]
+    index = step if step is not None else open_steps[0] if open_steps else None
+    if index is not None and open_steps and index not in open_steps:
         raise JobError(
-            f"callback({name}): pass the module transformers, lightning or pytorch_lightning; in a "
-            "custom loop, call optimizer.exit_if_stopping() after each step"
+            f"log: step {index} is not open: optimizer.step() has made {done} steps, counted "
+            f"from 0, and {' or '.join(map(str, open_steps))} can be logged; a step is written "
+            "when the next one begins, and by save(): call log() before that"
         )
+    check_names(figures, MEASURED)
+    metrics = run.figures.setdefault(-1 if index is None else index, {})
+    for name, value in figures.items():
+        metrics[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
 
-    def _own_run(self, call: str) -> Run:
-        if self._run is None:
-            raise JobError(f'{call}: needs a run directory: pass Gossip(…, run="runs/mine")')
-        return self._run
 
+def check_kept(things: Mapping[str, Any]) -> None:
+    """Check objects that a program adds to its checkpoints.
 
-def _ours(optimizer: Any) -> Any:
-    """Return the Gossip optimizer that a framework has wrapped."""
-    while not hasattr(optimizer, "exit_if_stopping"):
-        inner = getattr(optimizer, "optimizer", None)
-        if inner is None:
+    :param things: the objects by name
+    :raises JobError: if a name is invalid, or an object has neither ``state_dict`` and
+        ``load_state_dict`` nor ``get_state`` and ``set_state``
+    """
+    pairs = ("state_dict", "load_state_dict"), ("get_state", "set_state")
+    for name, thing in things.items():
+        if not name.isprintable():
             raise JobError(
-                f"callback: the trainer's optimizer is {type(optimizer).__name__}: pass it "
-                'mpigossip.Gossip(…, run="runs/mine")'
+                f"keep: the name {name!r} has unprintable characters: choose another name"
             )
-        optimizer = inner
-    return optimizer
+        if "/" in name or name.startswith("#") or not name.strip("."):
+            raise JobError(
+                f"keep: the name {name!r} can't be part of a path in a checkpoint: choose a "
+                'name without "/" that does not begin with "#", such as scheduler=…'
+            )
+        if not any(all(hasattr(thing, method) for method in pair) for pair in pairs):
+            raise JobError(
+                f"keep: {name} is a {type(thing).__name__}: pass an object with state_dict() "
+                "and load_state_dict(), or with get_state() and set_state()"
+            )
 
 
-def _of_transformers(framework: Any) -> Any:
-    class Stops(framework.TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            if _ours(more["optimizer"]).stopping:
-                control.should_save = control.should_training_stop = True
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            _ours(more["optimizer"]).exit_if_stopping()
-
-    return Stops()
-
-
-def _of_lightning(framework: Any) -> Any:
-    framework = getattr(framework, "pytorch", framework)
-
-    class Stops(framework.Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            # Lightning handles SIGTERM itself, and only on the rank that receives it.
-            _ours(trainer.optimizers[0]).handle_signals()
-
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            if _ours(trainer.optimizers[0]).stopping:
-                trainer.should_stop = True
-
-        def on_fit_end(self, trainer: Any, module: Any) -> None:
-            _ours(trainer.optimizers[0]).exit_if_stopping()
-
-    return Stops()
+def save(run: Run, node: LoopNode) -> None:
+    """Write a checkpoint of the node's present step in the background; collective."""
+    with (
+        deadline.user_call("save()"),
+        node.engine.clock.uncounted(),
+        torch.no_grad(),
+        node.catch_failure(),
+    ):
+        open_log(run)
+        node.check_not_paused("save()")
+        run.save()

@@ -9,14 +9,15 @@ Starting and resuming, in order; the functions without a module are in `start_an
 2. `run` builds the node of this process (model, graph and mixer), as for a new run. `job.train`
    opens the `Run` and calls `Run.resume`. A custom loop builds its node itself, and its call
    `optimizer.resume()` ends in `Run.resume`, too.
-3. `Run.resume` calls `snapshot_and_restore.restore`, in which each process reads the files that it
-   needs, without communication. It checks that the checkpoint belongs to the same model.
+3. `Run.resume` calls `snapshot_and_restore.restore`, in which each process reads the files of its
+   own nodes. It checks that the checkpoint belongs to the same model.
 4. If the number of nodes, the names and sizes of the states, and the names in the state of the
    cadence are the same as in the checkpoint, and `Node.resumes_exactly` is true (which depends on
    the number of slots or ranks per node), each node gets its own saved state. Unless the run is
    asynchronous, it then continues bitwise identically. If one of these conditions is not met,
-   `from_mean` sets each node to the average of all saved nodes. The state of the algorithm is
-   averaged or reset, and the graph starts again at round 0.
+   `from_mean` sets each node to the average of all saved nodes, which rank 0 computes
+   (`read_average`). The state of the algorithm is averaged or reset, and the graph starts again
+   at round 0.
 5. `Run.resume` then copies the flat parameters to the model (`Node.publish`) and continues to count
    seconds and samples. It stores the step as saved, so that the same checkpoint is not written
    again.

@@ -155,11 +155,11 @@ class Run:
         if path is None:
             return 0
         manifest = read_manifest(path, self.world)
+        exact, messages, numbers = restore(self.node, path, manifest)
         with self.world.raise_together(UserError):
-            exact, messages, numbers = restore(self.node, path, manifest)
             messages = self._remember(manifest) + messages
-            if exact and not self.node.mixer.synchronous:
-                messages += ["not exactly: messages in flight between nodes are dropped"]
+        if exact and not self.node.mixer.synchronous:
+            messages += ["not exactly: messages in flight between nodes are dropped"]
         with torch.no_grad():
             self.node.publish()
         self.take_over(numbers)

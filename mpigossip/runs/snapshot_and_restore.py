@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from mpigossip.algorithms.methods import same_state
+from mpigossip.cluster.deadline import paused
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import UserError
 from mpigossip.engine.step import Engine
@@ -28,6 +29,8 @@ from mpigossip.store.manifest import MOST
 
 COUNTERS = {"index", "born", "round", "shift", "seconds", "bytes_sent"}
 """Names of the counters that every checkpoint of a run contains."""
+PIECE = 1 << 27
+"""Number of bytes of an average that rank 0 broadcasts at a time."""
 AVERAGED = {"momentum", "first", "second"}
 """Names of those arrays in the states of algorithms that are means of gradients or of their
 squares. Only these can be averaged over nodes; all other arrays have to be reset."""
@@ -185,7 +188,7 @@ def read_manifest(path: Path, world: World) -> Manifest:
 def restore(
     node: Node, path: Path, manifest: Manifest
 ) -> tuple[bool, list[str], Mapping[str, Number]]:
-    """Restore the local nodes from a checkpoint; not collective.
+    """Restore the local nodes from a checkpoint; collective.
 
     If the run can't resume exactly, each node begins with the exact average of the saved nodes, by
     :func:`from_mean`. The caller has to call :meth:`Node.publish` afterwards.
@@ -195,13 +198,39 @@ def restore(
     :param manifest: manifest of this checkpoint
     :return: whether the run resumes exactly, messages for the user, and the saved counters of the
         first local node; if the nodes do not take their own states, the counters of node 0
+    :raises CollectiveError: on all ranks, if the checkpoint is damaged or belongs to another model
+    """
+    world = node.world
+    messages: list[str] = []
+    with world.raise_together(UserError):
+        first, exact = _first_state(node, path, manifest)
+        if exact:
+            with reading(path):  # It converts errors about shapes to StoreError.
+                for row, number in enumerate(node.mixer.local_nodes):
+                    saved = checkpoint.read_node(path, number, manifest) if row else first
+                    _check_counters(saved, path)
+                    messages += _exactly(node, row, saved)
+    if world.agree(not exact):
+        mean = read_average(path, manifest, world)
+        with world.raise_together(UserError), reading(path):
+            if not exact:
+                slots = manifest.meta["slots"]
+                messages = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
+                messages += from_mean(node, mean, first.numbers)
+                messages += node.restore_extra_state(0, first, mean)
+    return exact, messages, first.numbers
+
+
+def _first_state(node: Node, path: Path, manifest: Manifest) -> tuple[NodeState, bool]:
+    """Read the state whose counters this process continues, and restore these counters.
+
+    :return: the state, and whether the local nodes resume exactly; not collective
     :raises StoreError: if the checkpoint is damaged or belongs to another model
     """
     _check_facts(manifest, node.facts, path)
     node.check_saved(manifest, path)
-    rows = node.mixer.local_nodes
     fits = manifest.n == node.mixer.n
-    first = checkpoint.read_node(path, rows[0] if fits else 0, manifest)
+    first = checkpoint.read_node(path, node.mixer.local_nodes[0] if fits else 0, manifest)
     # Nodes that do not take their own state take the counters of node 0. If only the method
     # differs, each node keeps its own counters, whose step is equal on all nodes.
     if fits and not node.resumes_exactly(manifest, first):
@@ -209,25 +238,54 @@ def restore(
         fits = False
     _check_model(first, node.engine.vector.flat, path)
     _check_counters(first, path)
-    with reading(path):  # It converts errors about shapes to StoreError.
+    with reading(path):
         node.restore_counters(first.numbers, manifest.meta)
         now = node.job.algorithm.name
-        exact = fits and _same_method(first, node.engine)
-        exact = exact and same_state(_algorithm(manifest) or now, now)
-        if exact:
-            messages = []
-            for row, number in enumerate(rows):
-                saved = checkpoint.read_node(path, number, manifest) if row else first
-                _check_counters(saved, path)
-                messages += _exactly(node, row, saved)
-        else:
-            slots = manifest.meta["slots"]
-            mean = checkpoint.average(path, manifest)
-            messages = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
-            messages += from_mean(node, mean, first.numbers) + node.restore_extra_state(
-                0, first, mean
-            )
-    return exact, messages, first.numbers
+        same = _same_method(first, node.engine) and same_state(_algorithm(manifest) or now, now)
+    return first, fits and same
+
+
+def read_average(path: Path, manifest: Manifest, world: World) -> dict[str, np.ndarray]:
+    """Return the average of a checkpoint over its nodes, by `checkpoint.average`; collective.
+
+    Rank 0 reads the files, in the order of the nodes, and broadcasts the average. If n ranks read
+    all files, the file system would transfer n² models. Rank 0 needs as long for n files as each
+    rank would need on its own.
+
+    :param path: folder of the checkpoint
+    :param manifest: manifest of this checkpoint
+    :param world: ranks of the run
+    :raises CollectiveError: on all ranks, if a file is damaged or cannot be read
+    """
+    mean: dict[str, np.ndarray] = {}
+    error: UserError | None = None
+    if world.rank == 0:
+        with paused():
+            try:
+                mean = checkpoint.average(path, manifest)
+            except UserError as raised:
+                error = raised
+    problem = world.broadcast(None if error is None else str(error))
+    with world.raise_together(UserError):  # All ranks raise the error, so that it names no rank.
+        if problem is not None:
+            raise error or StoreError(problem)
+    described = [(name, array.dtype, array.shape) for name, array in mean.items()]
+    for name, dtype, shape in world.broadcast(described):
+        own = mean.get(name)
+        mean[name] = _from_rank_0(np.empty(shape, dtype) if own is None else own, world)
+    return mean
+
+
+def _from_rank_0(array: np.ndarray, world: World) -> np.ndarray:
+    """Return rank 0's ``array``, of this dtype and shape, in this memory if it is contiguous."""
+    array = np.ascontiguousarray(array).reshape(array.shape)  # It would make scalars 1-D.
+    memory = array.reshape(-1).view(np.uint8)
+    for begin in range(0, memory.size, PIECE):
+        part = memory[begin : begin + PIECE]
+        received = world.broadcast(part)
+        if world.rank:
+            part[:] = received
+    return array
 
 
 def _exactly(node: Node, row: int, saved: NodeState) -> list[str]:

@@ -524,29 +524,33 @@ def test_a_pause_that_ends_before_the_limit_restarts_it(monkeypatch):
     assert 1.9 <= now[0] < 2.9
 
 
-def test_a_waiting_thread_doesnt_end_the_pause_of_its_rank(monkeypatch):
-    sent = []
+def monitor_of_two(sent):
+    """Return a monitor of rank 0 of 2 that appends each status to ``sent`` in place of sending."""
 
     def keep(value, *_):
         sent.append(int(value[:8].view(np.int64)[0]))
         return SimpleNamespace(Test=lambda: True)
 
-    roll = WaitMonitor(SimpleNamespace(size=2, rank=0, Isend=keep), ["a", "b"])
-    monkeypatch.setattr(deadline.this_rank, "monitor", None)
+    monitor = WaitMonitor(SimpleNamespace(size=2, rank=0, Isend=keep), ["a", "b"], threaded=False)
+    monitor.receive_status = set
+    return monitor
+
+
+def test_a_waiting_thread_doesnt_end_the_pause_of_its_rank(monkeypatch):
+    sent = []
+    roll = monitor_of_two(sent)
+    monkeypatch.setattr(deadline.this_rank, "monitor", roll)
     with deadline.paused():
         roll.send_status([1], deadline.WAITING)
         roll.send_status([1], deadline.CLOSING)
     roll.send_status([1], deadline.WORKING)
-    assert sent == [deadline.PAUSED, deadline.CLOSING, deadline.WORKING]
+    paused, closing, working = deadline.PAUSED, deadline.CLOSING, deadline.WORKING
+    assert sent == [paused, paused, closing, working, working]
 
 
 def test_a_thread_that_sends_while_the_pause_ends_doesnt_restart_it(monkeypatch):
     sent = []
     was_sent = threading.Event()
-
-    def keep(value, *_):
-        sent.append(int(value[:8].view(np.int64)[0]))
-        return SimpleNamespace(Test=lambda: True)
 
     class Lock:
         """Lock that delays another thread's status until the end of the pause is announced."""
@@ -558,9 +562,8 @@ def test_a_thread_that_sends_while_the_pause_ends_doesnt_restart_it(monkeypatch)
         def __exit__(self, *_):
             pass
 
-    roll = WaitMonitor(SimpleNamespace(size=2, rank=0, Isend=keep), ["a", "b"])
+    roll = monitor_of_two(sent)
     roll._send_lock = Lock()
-    roll.receive_status = lambda: False
     other = threading.Thread(target=roll.send_status, args=([1], deadline.WORKING))
     monkeypatch.setattr(deadline.this_rank, "monitor", roll)
     with deadline.paused():

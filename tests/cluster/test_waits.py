@@ -2,13 +2,17 @@
 
 import dis
 import sys
+import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from mpigossip.cluster import deadline, waits
 from mpigossip.cluster.deadline import Deadline, WaitTimeoutError
+from mpigossip.cluster.mpi_world import MPIWorld
 from mpigossip.cluster.waits import Report, WaitMonitor
 from mpigossip.config import JobError
 from tests.cases import on_each
@@ -108,17 +112,21 @@ def test_an_interrupt_at_any_point_of_a_wait_does_no_harm(ranks):
 
 
 def test_an_interrupt_as_a_pause_begins_ends_it(monkeypatch):
-    said = []
+    """This is a rank whose threads may not call MPI, so that each pause is announced at once."""
+    sent = []
 
-    def interrupted(word):
-        said.append(word)
-        if word == deadline.PAUSED:
+    def interrupted(status):
+        sent.append(status)
+        if status == deadline.PAUSED:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(deadline, "announce", interrupted)
+    monitor = WaitMonitor(Network(2).comm(0), ["a", "b"], threaded=False)
+    monkeypatch.setattr(monitor, "announce", interrupted)
+    monkeypatch.setattr(deadline.this_rank, "monitor", monitor)
     with pytest.raises(KeyboardInterrupt), deadline.paused():
         pass
-    assert deadline.this_rank.pause_depth == 0 and said == [deadline.PAUSED, deadline.WORKING]
+    assert deadline.this_rank.pause_depth == 0 and sent == [deadline.PAUSED, deadline.WORKING]
+    assert deadline.this_rank.pause is None
 
 
 def test_a_wait_that_is_interrupted_is_over_for_the_others(monkeypatch):
@@ -306,6 +314,119 @@ def test_messages_of_long_waits_grow_in_proportion_to_the_ranks(monkeypatch, n):
     rounds = 7  # after 1, 2, 4, … 64 s
     most = (n - 1) * min(n - 1, waits.MAX_AWAITED) * (rounds + 1)  # and one answer to each rank
     assert 0 < network.sent <= most
+
+
+@on_each("threaded", [False, True])
+def test_pauses_announce_their_end_to_all_ranks_that_know_of_them(monkeypatch, threaded):
+    monkeypatch.setattr(waits, "ANNOUNCE_AFTER_S", 0.0)
+    network = Network(4)
+    monitors = [WaitMonitor(network.comm(rank), ["host"] * 4, threaded=threaded) for rank in (0, 1)]
+    monkeypatch.setattr(deadline.this_rank, "monitor", monitors[0])
+    with deadline.paused(), deadline.paused():
+        until = time.monotonic() + 10
+        while not monitors[1].poll_paused() and time.monotonic() < until:
+            time.sleep(1e-3)
+        assert monitors[1].has_paused() and network.sent == 3
+    assert not monitors[1].poll_paused() and network.sent == 6
+
+
+def test_a_pause_is_announced_only_if_no_other_pause_is_known(monkeypatch):
+    """If two ranks are paused, the second one announces it after the first pause has ended."""
+    monkeypatch.setattr(waits, "ANNOUNCE_AFTER_S", 0.0)
+    network = Network(3)
+    paused, other, waiting = (
+        WaitMonitor(network.comm(rank), ["host"] * 3, threaded=True) for rank in range(3)
+    )
+    other.announce(deadline.PAUSED)
+    pause = waits.Pause(paused)
+    pause.begin()
+    time.sleep(3 * waits.SPREAD_S)
+    assert network.sent == 2 and waiting.poll_paused()
+    other.announce(deadline.WORKING)
+    until = time.monotonic() + 10
+    while network.sent < 6 and time.monotonic() < until:
+        time.sleep(1e-3)
+    assert network.sent == 6 and waiting.poll_paused()
+    pause.end()
+    assert network.sent == 8 and not waiting.poll_paused()
+
+
+def test_a_short_pause_is_not_announced(monkeypatch):
+    monkeypatch.setattr(waits, "ANNOUNCE_AFTER_S", 60.0)
+    network = Network(8)
+    monitor = WaitMonitor(network.comm(3), ["host"] * 8, threaded=True)
+    monkeypatch.setattr(deadline.this_rank, "monitor", monitor)
+    before = threading.active_count()
+    with deadline.paused():
+        assert threading.active_count() == before + 1
+        monitor.send_status([1], deadline.WAITING)
+    assert threading.active_count() == before and network.sent == 1
+
+
+@on_each("n", [2, 8, 64, 1024])
+def test_a_few_of_n_paused_ranks_announce_it(n):
+    """The number of ranks that find no announcement must not grow in proportion to n.
+
+    Each rank looks for an announcement after its delay. An announcement arrives 20 ms after the
+    first delay has passed.
+    """
+    counts = []
+    for _ in range(200):
+        delays = sorted(waits.spread_delay(n) for _ in range(n))
+        counts.append(sum(delay <= delays[0] + 0.02 for delay in delays))
+        assert 0 <= delays[0] <= delays[-1] <= waits.SPREAD_S
+    assert np.mean(counts) < 6
+
+
+def messages_of_pauses(comm, seconds, timeout_s):
+    """Pause on all ranks, each for its own time, then meet; return the messages of all ranks.
+
+    :param seconds: seconds that rank r pauses, as a function of r
+    """
+    with MPIWorld(comm, timeout_s) as world:
+        monitor = world._monitor
+        before = int(monitor._sent_numbers.sum())
+        with deadline.paused():
+            time.sleep(seconds[comm.rank])
+        sent = int(monitor._sent_numbers.sum()) - before
+        world.barrier()
+        return sent
+
+
+@on_each("n", [2, 4, 8])
+def test_pauses_of_all_ranks_send_messages_in_proportion_to_the_ranks(ranks, n):
+    assert sum(ranks(n)(messages_of_pauses, [0.0] * n, 60.0)) == 0
+    announcing = sum(ranks(n)(messages_of_pauses, [1.5] * n, 60.0)) / (2 * (n - 1))
+    assert 1 <= announcing <= {2: 2, 4: 3, 8: 4}[n]
+
+
+def test_a_wait_outlasts_several_pauses_that_end_one_after_the_other(ranks):
+    """Rank 3 waits for longer than its limit of 1.5 s; only one pause is announced at a time."""
+    sent = ranks(4)(messages_of_pauses, [1.5, 3.0, 4.5, 0.0], 1.5)
+    assert sent[3] == 0 and sum(sent) >= 2 * 3
+
+
+def test_after_a_pause_a_sigterm_leaves_time_for_the_rank_that_was_paused(monkeypatch):
+    """SIGTERM arrives at 1 s, and the pause ends at 50 s: the wait ends 20 s later."""
+    now = [0.0]
+
+    def tick(seconds=1e-3):
+        now[0] += max(seconds, 0.01)
+        return now[0]
+
+    wait = SimpleNamespace(
+        poll=lambda: None,
+        is_paused=lambda: now[0] < 50,
+        describe_fault=lambda code: "",
+        finish=lambda: None,
+    )
+    monitor = SimpleNamespace(start_wait=lambda *_: wait, poll_paused=lambda: now[0] < 50)
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=tick, sleep=tick))
+    monkeypatch.setattr(deadline.this_rank, "monitor", monitor)
+    monkeypatch.setattr(deadline.this_rank, "sigterm_time", 1.0)
+    with pytest.raises(WaitTimeoutError, match="SIGTERM was received"):
+        Deadline(300).wait(lambda: False, lambda: "x", awaited_ranks=list)
+    assert 69 <= now[0] < 72
 
 
 def test_a_rank_that_asked_before_this_one_exits_is_answered_once(monkeypatch):

@@ -9,6 +9,7 @@ from mpigossip.mixing.base import MessageLayout
 from mpigossip.mixing.host_memory import host_buffers
 from mpigossip.mixing.lossy_wires import wire
 from mpigossip.mixing.plan import chunks
+from tests.cases import on_each
 
 
 def memory(nbytes):
@@ -68,3 +69,26 @@ def test_buffers_share_the_memory_that_the_table_states(name, shared, transport,
         assert address(buffers.memory) == address(areas.result)
     else:
         assert address(buffers.memory) not in map(address, [buffers.own, sent, *received])
+
+
+@on_each("n", [2, 3, 6, 8, 64, 1024])
+@pytest.mark.parametrize("name", ["bf16", "qsgd"])
+def test_an_average_of_encoded_messages_receives_into_less_than_two_messages(name, n):
+    """The encoded messages of all ranks are only gathered while they are few."""
+    layout = MessageLayout((1 << 16,), wire=wire(name))
+    received = []
+
+    def swap(sent, into):
+        storages = {a.untyped_storage().data_ptr(): a.untyped_storage() for a in into.values()}
+        received.append(sum(storage.nbytes() for storage in storages.values()))
+        for array in into.values():
+            array.zero_()
+        return 0.0
+
+    buffers = host_buffers(layout, 0, n, None, SimpleNamespace(outbox=None))
+    buffers.own.zero_()
+    buffers.begin(0, average=True)
+    buffers.average(SimpleNamespace(swap=swap))
+    assert 0 < max(received) < 2 * layout.nbytes
+    gathers = len(received) == 1
+    assert gathers == (n * layout.sent_bytes < 2 * layout.nbytes)

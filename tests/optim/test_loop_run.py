@@ -149,6 +149,46 @@ def test_another_number_of_nodes_begins_with_the_exact_average(ranks, tmp_path, 
             assert np.array_equal(moment, np.mean(kept, 0).astype(np.float32)), name
 
 
+def resume_counted(comm, folder):
+    """Resume; return the files of nodes that this rank has read, or the message of the error."""
+    files = []
+    read = checkpoint.read_state
+
+    def counting(path, entry, *arguments):
+        files.append(entry.file)
+        return read(path, entry, *arguments)
+
+    checkpoint.read_state = counting
+    try:
+        world = MPIWorld(comm)
+        _, gossip, *_ = begin_run(world, folder)
+        gossip.resume()
+        world.close()
+    except JobError as error:
+        world.close()
+        return str(error)
+    finally:
+        checkpoint.read_state = read
+    return files
+
+
+def test_a_resume_with_other_nodes_reads_each_file_on_one_rank(ranks, tmp_path):
+    """If each of n ranks read all n files, the file system would transfer n² models."""
+    ranks(3)(run_loop, tmp_path, HALF)
+    path = checkpoint.latest(tmp_path)
+    names = [entry.file for entry in checkpoint.read_manifest(path).entries]
+    first, *others = ranks(4)(resume_counted, tmp_path)
+    assert first == [names[0], *names] and others == [names[:1]] * 3
+    with (path / names[2]).open("r+b") as file:
+        file.seek(-100, 2)
+        byte = file.read(1)
+        file.seek(-100, 2)
+        file.write(bytes([byte[0] ^ 1]))
+    messages = ranks(2)(resume_counted, tmp_path)
+    assert names[2] in messages[0] and messages == [messages[0]] * 2
+    assert "rank 0 on" not in messages[0], "the file is damaged for all ranks"
+
+
 def alone(folder, width=5, **options):
     model, optimizer = make_model(0, width)
     return model, mpigossip.Gossip(SingleProcess(), model, optimizer, run=folder, **options)
