@@ -134,6 +134,8 @@ class Machine:
     encode_rate: float = 0.0
     """Bytes/s of float32 values at which a lossy wire encodes; 0: encoding takes no time."""
     decode_rate: float = 0.0
+    gpu: str = ""
+    """Name of the GPU whose data sheet gives the times of the update and of a node's averages."""
 
     def with_values(self, values: Mapping[str, float | None]) -> Machine:
         """Return this machine with values that a user has given; None leaves a value unchanged.

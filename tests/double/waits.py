@@ -1,6 +1,7 @@
 """Counts of the host's waits for the streams of the double, and of copies from and to the host."""
 
 import contextlib
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -28,13 +29,14 @@ def counted() -> Iterator[Counter[str]]:
 
 @contextlib.contextmanager
 def host_copies() -> Iterator[list[tuple[int, bool]]]:
-    """List copies of arrays between host and devices: their bytes, and if host memory is locked."""
+    """List copies between host and devices by this thread: bytes, and if host memory is locked."""
+    thread = threading.current_thread()
     copies: list[tuple[int, bool]] = []
     perform = tensors.perform
 
     def noting(func, args, kwargs):
         result = perform(func, args, kwargs)
-        if func in tensors.COPIES:
+        if func in tensors.COPIES and threading.current_thread() is thread:
             operands = tensors.tensors([*args, *kwargs.values(), result])
             on_host = [t for t in operands if not isinstance(t, tensors.OnDevice) and t.dim()]
             if on_host and len(on_host) < len(operands):

@@ -12,6 +12,7 @@ from mpigossip.graphs import GraphError
 from mpigossip.graphs.theory import averaging_gap, transient_of
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.training.costs import Exchanges, Subject, exchanges
+from mpigossip.training.gpu_costs import local_step, with_gpu
 from mpigossip.training.machines import Machine
 from mpigossip.training.parts import make_parts
 from mpigossip.training.rules import incompatibilities, lacking
@@ -164,6 +165,7 @@ def predict(
     parts = prediction.parts
     if lacking(parts.method.needs, parts.graph) or incompatibilities(parts):
         return None
+    machine = with_gpu(machine, job, what.slots, what.flat.size, local_step(what.job))
     timing = Timing(prediction, _coding(machine, prediction), per_tensor=per_tensor)
     (exchange, hidden), waiting = timing.mean_s(), timing.waiting_s()
     step = timing.step_s()
