@@ -149,6 +149,7 @@ def with_gpu(machine: Machine, job: Job, slots: int, elements: int, local: str) 
         node_s = node_seconds(gpu, slots, elements)
     values = {"update_s": update_s, "node_s": node_s, "combine_rate": combine_rate}
     words = {"update_s": "update", "node_s": "node-local", "combine_rate": "sum"}
-    missing = {name: v for name, v in values.items() if machine.sources.get(words[name]) != "given"}
-    sources = {words[name]: f"data sheet of {machine.gpu}" for name in missing}
-    return replace(machine, **missing, sources=machine.sources | sources)
+    computed = {name for name, word in words.items() if machine.sources.get(word) != "given"}
+    sources = {words[name]: f"data sheet of {machine.gpu}" for name in sorted(computed)}
+    changed = machine.with_values({name: values[name] for name in sorted(computed)})
+    return replace(changed, sources=machine.sources | sources)

@@ -33,8 +33,8 @@ HERE = Path(__file__).resolve()
 WARM_UP = 3
 STEPS = 4
 """Numbers of steps that are made before counting, and that are counted."""
-LIMIT_S = 300
-"""Time limit of a scenario in seconds."""
+LIMIT_S = 1200
+"""Time limit of a launch, which counts several scenarios, in seconds."""
 WIDTH = 512
 """Width of the layers of the loops' model."""
 COLUMNS = ("operations", "bytes", "to_host", "from_host", "pageable", "waits")
@@ -51,7 +51,6 @@ class Counter:
 
     def __init__(self) -> None:
         self.values = dict.fromkeys((*COLUMNS, *OF_MODEL), 0.0)
-        self.by_name: dict[str, int] = {}
         self._inside_synchronize = False
         self._in_model = False
 
@@ -92,7 +91,6 @@ class Counter:
                 if self._in_model and not threading.current_thread().name.startswith(PROGRESS):
                     self.values["model_operations"] += 1
                     self.values["model_bytes"] += nbytes
-                self.by_name[what] = self.by_name.get(what, 0) + 1
 
         def count_copy(func: Any, args: tuple, kwargs: dict) -> Any:
             result = perform(func, args, kwargs)
@@ -197,9 +195,6 @@ def counted_steps(
     values["bytes"] /= 4 * elements
     values["model_bytes"] /= 4 * elements
     values["elements"] = elements
-    if os.environ.get("MPIGOSSIP_COUNTS_BY_NAME") and not int(os.environ.get("PMI_RANK", "0")):
-        for name, count in sorted(counter.by_name.items(), key=lambda item: -item[1]):
-            print(f"{count / STEPS:8.1f} {name}", file=sys.stderr)
     return values
 
 
@@ -312,8 +307,10 @@ SCENARIOS: dict[str, tuple[int, str, Callable[[], dict[str, float]]]] = {
 """Scenarios: number of ranks, name in the table, and function that counts on each rank."""
 
 
-def run_here(name: str, result: Path) -> None:
-    """Count a scenario on this rank; rank 0 writes the counts to the file ``result``."""
+def run_here(names: list[str], folder: Path) -> None:
+    """Count scenarios on this rank; rank 0 writes the counts of each to a file in ``folder``."""
+    from mpi4py import MPI
+
     from mpigossip.mixing.device import proof
 
     # MPI is asked whether it accepts GPU memory, which a process proves; here it is the CPU's.
@@ -321,35 +318,57 @@ def run_here(name: str, result: Path) -> None:
     setattr(proof, name_of_proof, lambda devices, timeout_s, way="windows": (True, ""))
     os.environ["MPICH_GPU_SUPPORT_ENABLED"] = "1"
     note_pinned_memory()
-    values = SCENARIOS[name][2]()
-    from mpi4py import MPI
-
-    if MPI.COMM_WORLD.rank == 0:
-        temporary = result.with_suffix(".new")
-        temporary.write_text(json.dumps(values))
-        temporary.rename(result)
+    for name in names:
+        values = SCENARIOS[name][2]()
+        if MPI.COMM_WORLD.rank == 0:
+            write_json(folder / f"{name}.json", values)
 
 
-def count(name: str, checkout: Path, folder: Path) -> dict[str, float]:
-    """Count a scenario in a checkout; ``folder`` has the compiled code of the double."""
-    ranks, title, _ = SCENARIOS[name]
-    result = folder / f"{name}.json"
+def write_json(path: Path, values: Any) -> None:
+    """Write values beside the file's final name, and rename."""
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps(values, indent=1) + "\n")
+    temporary.rename(path)
+
+
+def count(names: list[str], checkout: Path, folder: Path, limit_s: float) -> dict[str, Any]:
+    """Count scenarios with equal numbers of ranks in a checkout, and return those that succeed.
+
+    :param names: names of the scenarios
+    :param checkout: checkout to count in
+    :param folder: folder with the compiled code of the double
+    :param limit_s: time limit of all scenarios, in seconds
+    """
     environment = dict(os.environ)
     environment |= {"MPIGOSSIP_DOUBLE": "8", "MPIGOSSIP_DOUBLE_FOLDER": str(folder)}
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(checkout / "tests/double/site"), str(checkout), os.environ.get("PYTHONPATH", "")]
     )
     launcher = os.environ.get("MPIGOSSIP_MPIEXEC") or str(Path(sys.executable).parent / "mpiexec")
+    ranks = SCENARIOS[names[0]][0]
     command = [*launcher.split(), "-n", str(ranks), sys.executable, str(HERE)]
-    command += ["--inside", name, "--result", str(result)]
-    done = subprocess.run(
-        command, env=environment, cwd=checkout, capture_output=True, text=True, timeout=LIMIT_S
-    )
-    if os.environ.get("MPIGOSSIP_COUNTS_BY_NAME"):
-        print(done.stderr, file=sys.stderr)
-    if done.returncode or not result.exists():
-        raise SystemExit(f"{title}: exit code {done.returncode}\n{done.stderr[-3000:]}")
-    return json.loads(result.read_text())
+    command += ["--inside", *names, "--results", str(folder)]
+    reason = ""
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            cwd=checkout,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+        if done.returncode:
+            reason = f"exit code {done.returncode}\n{done.stderr[-3000:]}"
+    except subprocess.TimeoutExpired:
+        reason = f"no result within {limit_s:g} s"
+    files = {name: folder / f"{name}.json" for name in names}
+    if reason:
+        missing = ", ".join(name for name, file in files.items() if not file.exists())
+        print(f"{missing}: {reason}", file=sys.stderr)
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
 def compile_guard(checkout: Path, folder: Path) -> None:
@@ -380,21 +399,25 @@ def main() -> None:
     parser.add_argument("--checkout", type=Path, default=HERE.parents[2])
     parser.add_argument("--only", nargs="+", choices=[*SCENARIOS], default=[*SCENARIOS])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--inside", choices=[*SCENARIOS], help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of each launch")
+    parser.add_argument("--inside", nargs="+", choices=[*SCENARIOS], help=argparse.SUPPRESS)
+    parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        run_here(options.inside, options.result)
+        run_here(options.inside, options.results)
         return
     checkout = options.checkout.resolve()
     with tempfile.TemporaryDirectory(prefix="mpigossip-counts-") as folder:
         compile_guard(checkout, Path(folder))
-        counts = {name: count(name, checkout, Path(folder)) for name in options.only}
+        counts = {}
+        for ranks in sorted({SCENARIOS[name][0] for name in options.only}):
+            names = [name for name in options.only if SCENARIOS[name][0] == ranks]
+            counts |= count(names, checkout, Path(folder), options.limit)
     if options.json:
-        temporary = options.json.with_suffix(".new")
-        temporary.write_text(json.dumps(counts, indent=1) + "\n")
-        temporary.rename(options.json)
+        write_json(options.json, counts)
     print(table(counts))
+    if len(counts) < len(options.only):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
