@@ -119,7 +119,7 @@ class Wire(NamedTuple):
     def _write_blocks(
         self, values: torch.Tensor, key: tuple[int, ...], first: int, codes: torch.Tensor | None
     ) -> None:
-        """Quantize whole chunks in place, several at once; the parameters are those of `write`."""
+        """Quantize whole chunks in place, several at once, by the parameters of :meth:`write`."""
         block = CHUNKS_ON_GPU * CHUNK
         for begin in range(0, values.numel(), block):
             part = values[begin : begin + block]

@@ -112,7 +112,7 @@ def update_of(job: Job) -> Update:
         counted = "; ".join(" ".join(filter(None, known)) for known in UPDATES)
         name = " ".join(filter(None, key))
         raise JobError(
-            f"--gpu: the step of {name} was not counted, only those of {counted}; pass its time by "
+            f"--gpu: the step of {name} was not counted, but {counted} were; pass its time by "
             "--update instead of --gpu"
         )
     return UPDATES[key]

@@ -1,4 +1,4 @@
-"""Random words drawn on the device, bitwise identical to those of NumPy's Philox on the CPU.
+"""Random words drawn on the device, bitwise identical to the words of NumPy's Philox.
 
 The generator is Philox4x64-10 of Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as
 1, 2, 3" (SC 2011), in the variant of ``numpy.random.Philox``: step k of the counter yields the four
