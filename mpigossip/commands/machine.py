@@ -313,7 +313,7 @@ def _plan(options) -> None:
 def _with_gpu(machine, what):
     """Return the machine with the times of the job's own step on the GPU that it names."""
     from mpigossip.analysis.plan import always_global
-    from mpigossip.training.gpu_costs import local_step, with_gpu
+    from mpigossip.analysis.plan.gpu_costs import local_step, with_gpu
 
     if always_global(what.job):  # Each row of the tables gets the times of its algorithm.
         return machine
@@ -378,9 +378,9 @@ def _given(options) -> dict[str, float | None]:
 
     :raises JobError: if a value is unknown, or if an option requires another that is missing
     """
+    from mpigossip.analysis.plan.gpu_costs import GPUS
     from mpigossip.config import JobError
     from mpigossip.config.toml import near
-    from mpigossip.training.gpu_costs import GPUS
     from mpigossip.training.machines import TRANSPORTS, fit_all_reduce
     from mpigossip.training.time_model import hops
 

@@ -36,7 +36,7 @@ def settings_of(key):
 
 
 def test_the_updates_of_plan_are_those_that_are_counted(ranks):
-    from mpigossip.training.gpu_costs import SUM_BYTES, UPDATES
+    from mpigossip.analysis.plan.gpu_costs import SUM_BYTES, UPDATES
 
     keys = [*UPDATES]
     assert len(keys) > 3
@@ -49,8 +49,8 @@ def test_the_updates_of_plan_are_those_that_are_counted(ranks):
 
 def test_plan_predicts_the_step_of_the_bytes_that_are_counted(ranks):
     """The example: 4 hosts with 8 H100, a billion parameters, and 250 ms of computing."""
-    from mpigossip.analysis.plan import Choice, predict
-    from mpigossip.training import assemble, gpu_costs
+    from mpigossip.analysis.plan import Choice, gpu_costs, predict
+    from mpigossip.training import assemble
     from mpigossip.training.costs import sized_subject
     from mpigossip.training.machines import Machine
 
@@ -73,7 +73,7 @@ def test_plan_predicts_the_step_of_the_bytes_that_are_counted(ranks):
 @pytest.mark.parametrize("slots", [2, 8])
 def test_the_averages_in_a_node_are_those_that_are_counted(ranks, slots):
     """The counts are of all slots of a rank, which is a node."""
-    from mpigossip.training.gpu_costs import SUM_BYTES, UPDATES, node_bytes
+    from mpigossip.analysis.plan.gpu_costs import SUM_BYTES, UPDATES, node_bytes
 
     key = next(iter(UPDATES))
     of_shards = UPDATES[key].bytes_per_element + SUM_BYTES

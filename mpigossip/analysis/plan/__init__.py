@@ -7,12 +7,12 @@ from math import isfinite
 from typing import Any
 
 from mpigossip.analysis.machine import coding_seconds
+from mpigossip.analysis.plan.gpu_costs import local_step, with_gpu
 from mpigossip.config import CadenceSection, GraphSection, Job, JobError, LocalSection
 from mpigossip.graphs import GraphError
 from mpigossip.graphs.theory import averaging_gap, transient_of
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.training.costs import Exchanges, Subject, exchanges
-from mpigossip.training.gpu_costs import local_step, with_gpu
 from mpigossip.training.machines import Machine
 from mpigossip.training.parts import make_parts
 from mpigossip.training.rules import incompatibilities, lacking
