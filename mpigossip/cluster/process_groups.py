@@ -101,6 +101,30 @@ def open_groups(
     return [results[index] for index in range(len(group_ranks))]
 
 
+def start_transfers(
+    group: Any,
+    device: torch.device,
+    sent: Sequence[tuple[int, torch.Tensor]],
+    received: Sequence[tuple[int, torch.Tensor]],
+) -> list[Any]:
+    """Start the sends and receives of a slot as one group of calls; return torch's work objects.
+
+    :param group: process group of the slot
+    :param device: device of the slot
+    :param sent: pairs (rank, array) to send
+    :param received: pairs (rank, array) to receive
+    """
+    if device.type == "cpu":  # gloo has no groups of calls
+        works = [group.recv([memory], j, 0) for j, memory in received]
+        return works + [group.send([memory], j, 0) for j, memory in sent]
+    group._start_coalescing(device)
+    for j, memory in received:
+        group.recv([memory], j, 0)
+    for j, memory in sent:
+        group.send([memory], j, 0)
+    return [group._end_coalescing(device)]
+
+
 def close_groups(
     groups: Sequence[dist.ProcessGroup], devices: Sequence[str], broken: bool = False
 ) -> None:

@@ -245,6 +245,7 @@ def _add_plan(commands) -> None:
         metavar="PER",
         help='of a periodic average: "one" or one per "tensors"',
     )
+    add("--gpu", str, "NAME", "update and node averages from bytes: a100, h100, h200")
     add("--sum", rate, "B", "rate at which a slot adds vectors, such as 300GB/s")
     add("--coding", rate, "B", "rate at which a slot encodes, such as 50GB/s")
     add("--jitter", share, "P", "standard deviation of computing, such as 5%%")
@@ -290,7 +291,8 @@ def _plan(options) -> None:
             job = with_ranks(job, ranks.nodes.per_node)
         with ranks.raise_together(JobError):
             what, note = _subject(options, job)
-        machine = examine(what, ranks, given, options.seconds)
+        machine = replace(examine(what, ranks, given, options.seconds), gpu=options.gpu or "")
+        machine = _with_gpu(machine, what)
         if options.transport and options.latency is None:
             assumed = f"assumed for {options.transport}"
             machine = replace(machine, sources=machine.sources | {"latency": assumed})
@@ -306,6 +308,16 @@ def _plan(options) -> None:
             _members(options, what, machine, epochs)
             return
         _tables(options, what, machine, epochs, note)
+
+
+def _with_gpu(machine, what):
+    """Return the machine with the times of the job's own step on the GPU that it names."""
+    from mpigossip.analysis.plan import always_global
+    from mpigossip.analysis.plan.gpu_costs import local_step, with_gpu
+
+    if always_global(what.job):  # Each row of the tables gets the times of its algorithm.
+        return machine
+    return with_gpu(machine, what.job, what.slots, what.flat.size, local_step(what.job))
 
 
 def _tables(options, what, machine, epochs, note) -> None:
@@ -359,6 +371,11 @@ def _check_plan(options) -> None:
             "--members needs --bandwidth B, the bytes per second of the file system with the "
             "members' folder, such as 5GB/s"
         )
+    if options.gpu is not None and (options.best or options.members):
+        raise JobError(
+            "--gpu excludes --best and --members, whose algorithms were not all counted: omit it, "
+            "and pass --update and --node"
+        )
     if (options.members and options.json) or ((options.members or options.best) and options.out):
         raise JobError("--members excludes --json and --out, and --best excludes --out: omit them")
 
@@ -368,6 +385,7 @@ def _given(options) -> dict[str, float | None]:
 
     :raises JobError: if a value is unknown, or if an option requires another that is missing
     """
+    from mpigossip.analysis.plan.gpu_costs import GPUS
     from mpigossip.config import JobError
     from mpigossip.config.toml import near
     from mpigossip.training.machines import TRANSPORTS, fit_all_reduce
@@ -378,6 +396,15 @@ def _given(options) -> dict[str, float | None]:
         raise JobError(
             f'--transport "{options.transport}" is unknown; {near(options.transport, TRANSPORTS)}; '
             f"all names: {known}"
+        )
+    if options.gpu is not None and options.gpu not in GPUS:
+        known = ", ".join(GPUS)
+        raise JobError(
+            f'--gpu "{options.gpu}" is unknown; {near(options.gpu, GPUS)}; all names: {known}'
+        )
+    if options.gpu is not None and options.compute is None:
+        raise JobError(
+            "--gpu needs --compute T: forward and backward can't be timed on a GPU that is not here"
         )
     if options.queue is not None and (options.transport is None or options.bandwidth is None):
         raise JobError(

@@ -79,20 +79,36 @@ def square_norms(x: torch.Tensor, minus: torch.Tensor | None = None) -> torch.Te
     :param x: array (rows, p)
     :param minus: array (rows, p), or one row (p,) for all rows; None: zero
     """
-    block = 1 << (16 if x.device.type == "cpu" else 24)  # small blocks are no faster on a GPU
-    begins = range(0, x.shape[1], block)
+    return _sum_blocks([_block_sums(x, minus)])
+
+
+def _block(device: torch.device) -> int:
+    """Return the number of elements that are summed at once; small blocks aid only a CPU."""
+    return 1 << (16 if device.type == "cpu" else 24)
+
+
+def _block_sums(x: torch.Tensor, minus: torch.Tensor | None) -> torch.Tensor:
+    """Return ‖x − minus‖² of each block of each row, in float64 on the device: (rows, blocks)."""
+    begins = range(0, x.shape[1], _block(x.device))
     sums = []
     for row in range(len(x)):
         for begin in begins:
-            piece = x[row, begin : begin + block].double()
+            piece = x[row, begin : begin + begins.step].double()
             if minus is not None:
                 other = minus[row] if minus.dim() > 1 else minus
-                piece -= other[begin : begin + block]
+                piece -= other[begin : begin + begins.step]
             sums.append((piece * piece).sum())
-    totals = torch.zeros(len(x), 1, dtype=torch.float64)
-    if sums:
-        for of_block in torch.stack(sums).cpu().view(len(x), len(begins)).unbind(1):
-            totals[:, 0] += of_block
+    if not sums:
+        return torch.zeros(len(x), 0, dtype=torch.float64, device=x.device)
+    return torch.stack(sums).view(len(x), len(begins))
+
+
+def _sum_blocks(sums: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of each row of adjacent arrays (rows, blocks), in order: (rows, 1)."""
+    columns = torch.cat(list(sums), dim=1).cpu()
+    totals = torch.zeros(len(columns), 1, dtype=torch.float64)
+    for of_block in columns.unbind(1):
+        totals[:, 0] += of_block
     return totals
 
 
@@ -112,9 +128,22 @@ def consensus_distance(x: Sequence[torch.Tensor], mixer: Mixer, group: Group) ->
 
     ``x`` holds the local shards, (rows, p) each. The call is collective over nodes and their slots.
     """
-    means = [mixer.mean(shard) for shard in x]
-    distances = group.on_shards(lambda k: square_norms(x[k], means[k]))
-    sizes = group.on_shards(lambda k: square_norms(means[k].unsqueeze(0)))
+    # On a GPU, the means take the memory of one block instead of the whole vector.
+    width = x[0].shape[1]
+    step = _block(x[0].device) if x[0].is_cuda else max(1, width)
+    distance_sums: list[list[torch.Tensor]] = [[] for _ in x]
+    size_sums: list[list[torch.Tensor]] = [[] for _ in x]
+
+    def add(k: int) -> None:
+        distance_sums[k].append(_block_sums(parts[k], means[k]))
+        size_sums[k].append(_block_sums(means[k].unsqueeze(0), None))
+
+    for begin in range(0, max(1, width), step):
+        parts = [shard[:, begin : begin + step] for shard in x]
+        means = mixer.means(parts)
+        group.on_shards(add)
+    distances = group.on_shards(lambda k: _sum_blocks(distance_sums[k]))
+    sizes = group.on_shards(lambda k: _sum_blocks(size_sums[k]))
     total = float(mixer.mean_scalars(group.sum_scalars(distances)))
     size = float(group.sum_scalars(sizes))
     return total / size if size else 0.0

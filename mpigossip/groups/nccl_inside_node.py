@@ -25,6 +25,7 @@ from mpigossip.cluster.process_groups import (
     is_gpu,
     launch_lock,
     open_groups,
+    start_transfers,
 )
 from mpigossip.cluster.world import World
 from mpigossip.groups.base import Group, GroupError, end_job, profiled
@@ -32,6 +33,12 @@ from mpigossip.mixing.combine import weighted_sum
 
 T = TypeVar("T")
 
+BUCKET = 1 << 24
+"""Number of elements that a slot receives at once for a sum in slot order. The memory for them is
+allocated twice, so that the next bucket is transferred while one is summed."""
+BUCKET_ALIGN = 512
+"""Number of elements of which the part of a bucket from each slot is a multiple, so that the kernel
+of the sum can load four elements at once."""
 EVERY_S = 0.5
 """Seconds between two checks of the watchdog."""
 GRACE_S = 4.0
@@ -112,7 +119,7 @@ class TorchGroup:
         shards = [
             a.chunk(self.slots, dim=1)[s] for s, a in zip(self.local_slots, full, strict=True)
         ]
-        self._reserve(full[0].numel())
+        self._reserve(*shards[0].shape)
 
         def reduce(k: int) -> None:
             if self._order == "slots":
@@ -151,21 +158,78 @@ class TorchGroup:
     def _sum(self, k: int, array: torch.Tensor, out: torch.Tensor) -> None:
         """Average the shard of the k-th local slot over all slots, in slot order, into ``out``.
 
-        ``array`` is the whole array of this slot; the other slots receive their shards of it.
+        ``array`` is the whole array of this slot; the other slots receive their shards of it. While
+        a bucket of the shard is summed, the next one is transferred.
         """
         rows, width = out.shape
-        widths = [width] * self.slots
-        received = self._scratch[k][: rows * self.slots * width].view(rows, self.slots * width)
-        for row, row_out in zip(array, received, strict=True):
-            self._wait(k, self._groups[k].alltoall_base(row_out, row, widths, widths))
-        terms = received.view(rows, self.slots, width).unbind(1)
-        weighted_sum([1 / self.slots] * self.slots, terms, out)
+        step = self._bucket_width(width)
+        memories = self._scratch[k].split(self.slots * step)
+        waiting: list[Callable[[], None]] = []
+        number = 0
+        for row in range(rows):
+            for begin in range(0, width, step):
+                columns = slice(begin, min(begin + step, width))
+                memory = memories[number % 2].view(self.slots, step)
+                received = memory[:, : columns.stop - begin]
+                waiting.append(self._start_bucket(k, array[row], columns, received, out[row]))
+                number += 1
+                if len(waiting) == 2:
+                    waiting.pop(0)()
+        for sum_bucket in waiting:
+            sum_bucket()
 
-    def _reserve(self, elements: int) -> None:
+    def _start_bucket(
+        self,
+        k: int,
+        row: torch.Tensor,
+        columns: slice,
+        received: torch.Tensor,
+        out: torch.Tensor,
+    ) -> Callable[[], None]:
+        """Start to send and receive a bucket; return a function that waits for it and sums it.
+
+        :param k: index of the slot among the local slots
+        :param row: whole array of this slot, (P,)
+        :param columns: columns of a shard that the bucket contains
+        :param received: memory for the bucket of each slot, (slots, columns)
+        :param out: shard of this slot, (P/slots,), which is a part of ``row``
+        """
+        own = self.local_slots[k]
+        shards = row.chunk(self.slots)
+        others = [s for s in range(self.slots) if s != own]
+        device = torch.device(self.devices[k])
+        received[own].copy_(shards[own][columns])  # the sum is written over it
+        works = start_transfers(
+            self._groups[k],
+            device,
+            [(s, shards[s][columns]) for s in others],
+            [(s, received[s]) for s in others],
+        )
+
+        def sum_bucket() -> None:
+            for work in works:
+                self._wait(k, work)
+            terms = list(received.split(1))
+            weighted_sum([1 / self.slots] * self.slots, terms, out[None, columns])
+
+        return sum_bucket
+
+    def _bucket_width(self, width: int) -> int:
+        """Return the number of columns of a shard of ``width`` columns that a bucket contains."""
+        whole = BUCKET // self.slots // BUCKET_ALIGN * BUCKET_ALIGN
+        return min(width, max(BUCKET_ALIGN, whole))
+
+    def _reserve(self, rows: int, width: int) -> None:
         """Allocate memory for the elements that other slots send, before any slot launches a call.
 
         An allocation may wait for the device, and therefore for calls of other slots.
+
+        :param rows: number of rows of a shard
+        :param width: number of columns of a shard
         """
+        step = self._bucket_width(width)
+        buckets = rows * -(-width // step) if step else 0
+        elements = min(2, buckets) * self.slots * step
         if self._order == "slots" and self._scratch[0].numel() < elements:
             self._scratch = [torch.empty(elements, device=device) for device in self.devices]
 

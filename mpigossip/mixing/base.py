@@ -282,6 +282,15 @@ class Mixer:
         """
         raise NotImplementedError
 
+    def means(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return :meth:`mean` of an array of each slot; collective.
+
+        A mixer whose transport accesses GPU memory computes the means there.
+
+        :param shards: for each slot an array (rows, p) on its device; all have the same width
+        """
+        return [self.mean(shard) for shard in shards]
+
     def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
         """Return the exact mean over all nodes of small float64 arrays, an array (k,); collective.
 

@@ -24,6 +24,9 @@ CUT = 1 << 30
 SHARE = 1 << 18
 """Number of elements that a rank sums at once in an exact average over n ranks. The memory for
 received messages holds n times this number."""
+STAGING = 1 << 22
+"""Number of elements of a GPU's array that are copied to the host at once. The two arrays on the
+host are pinned, so that copies do not pass through pageable memory."""
 
 Arrays = Sequence[torch.Tensor]
 Chunks = Sequence[Sequence[torch.Tensor]]
@@ -253,10 +256,28 @@ class RankMixer(Mixer):
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         check_process()
-        own = x[0].contiguous().cpu()
+        if x.is_cuda:
+            return self._mean_through_host(x[0].contiguous())
+        own = x[0].contiguous()
         out = torch.empty_like(own)
         average(self.rank, self.n, [own], [out], self._swap)
-        return out.to(x.device)
+        return out
+
+    def _mean_through_host(self, own: torch.Tensor) -> torch.Tensor:
+        """Average an array on a GPU, piece by piece, through two pinned arrays on the host."""
+        out = torch.empty_like(own)
+        size = min(STAGING, max(1, own.numel()))
+        sent, received = (torch.empty(size, dtype=own.dtype).pin_memory() for _ in range(2))
+        stream = torch.cuda.current_stream(own.device)
+        for begin in range(0, own.numel(), size):
+            piece = slice(begin, min(begin + size, own.numel()))
+            count = piece.stop - piece.start
+            sent[:count].copy_(own[piece], non_blocking=True)
+            stream.synchronize()  # This also ends the copy of the last piece from ``received``.
+            average(self.rank, self.n, [sent[:count]], [received[:count]], self._swap)
+            out[piece].copy_(received[:count], non_blocking=True)
+        stream.synchronize()
+        return out
 
     def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
         check_process()

@@ -4,10 +4,9 @@ import inspect
 import math
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
-from mpigossip.mixing.wire import ALIGN, BUCKET, FP32, Wire
+from mpigossip.mixing.wire import ALIGN, BUCKET, FP32, BucketRandom, Wire
 
 TINY = 1e-30
 """Wires that scale a bucket by its largest |v| send zeros if this is not greater than `TINY`."""
@@ -19,7 +18,7 @@ def bf16() -> Wire:
     A value takes 2 bytes.
     """
 
-    def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
+    def encode(buckets: torch.Tensor, random: BucketRandom) -> list[torch.Tensor]:
         codes = buckets.to(torch.bfloat16)
         buckets.copy_(codes)
         return [codes.view(torch.uint8)]
@@ -45,11 +44,11 @@ def qsgd(levels: int, seed: int) -> Wire:
     """
     bits = 2 if levels == 1 else 4 if levels <= 7 else 8
 
-    def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
+    def encode(buckets: torch.Tensor, random: BucketRandom) -> list[torch.Tensor]:
         scale, _ = _largest(buckets)
         inverse = levels / scale.clamp(min=TINY)
         # floor(v levels/s + u), u uniform in [0, 1), rounds up with the probability of the fraction
-        level = buckets.mul(inverse).add_(_uniform(words, buckets)).floor_()
+        level = buckets.mul(inverse).add_(random.uniform()).floor_()
         level.clamp_(-levels, levels)
         torch.mul(level, scale / levels, out=buckets)
         codes = level.add_(levels).to(torch.uint8)
@@ -81,15 +80,6 @@ def unpack_bits(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     return codes.view(len(packed), -1)[:, :count]
 
 
-def _uniform(words, like: torch.Tensor) -> torch.Tensor:
-    """Draw a uniform random float32 number in [0, 1) for each element of the buckets ``like``.
-
-    ``words`` is a function of a count that returns that many random 32-bit words per bucket.
-    """
-    drawn = (words(BUCKET) >> 8).astype(np.float32)
-    return torch.from_numpy(drawn).to(like.device).mul_(2.0**-24)
-
-
 def _largest(buckets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the largest |v| of each bucket and its inverse, which is always finite.
 
@@ -113,7 +103,7 @@ def fp4(seed: int) -> Wire:
         torch.exp2(power - 7, out=out).mul_(power > 0)
         return out.mul_(1 - 2 * (codes >> 3).to(torch.float32))
 
-    def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
+    def encode(buckets: torch.Tensor, random: BucketRandom) -> list[torch.Tensor]:
         scale, inverse = _largest(buckets)
         size = buckets.abs().mul_(inverse).clamp_(max=1)
         # 2^(power − 7) ≤ size unless power is 0; frexp returns the exponent 0 for 0
@@ -121,7 +111,7 @@ def fp4(seed: int) -> Wire:
         # the two values around size; if size < 1/64, the lower one is 0
         below = torch.ldexp(torch.ones_like(size), power - 7).mul_(power > 0)
         above = torch.ldexp(torch.ones_like(size), power - 6)
-        up = _uniform(words, size).mul_(above - below) < size - below
+        up = random.uniform().mul_(above - below) < size - below
         codes = (power + up).clamp_(max=7).to(torch.uint8) + 8 * (buckets < 0).to(torch.uint8)
         level(codes, buckets).mul_(scale)
         return [scale.view(torch.uint8), pack_bits(codes, 4)]
@@ -145,7 +135,7 @@ def sign() -> Wire:
         signs = (2 * bits.to(torch.int8) - 1).mul_(_ordinal(out) <= used)
         torch.mul(signs, scale.unsqueeze(2), out=out.view_as(signs))
 
-    def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
+    def encode(buckets: torch.Tensor, random: BucketRandom) -> list[torch.Tensor]:
         runs = buckets.view(len(buckets), -1, ALIGN)
         ordinal = _ordinal(buckets)
         used = (ordinal * (runs != 0)).amax(dim=2, keepdim=True)
@@ -212,7 +202,7 @@ def top_k(density: float) -> Wire:
     """
     k = math.ceil(BUCKET * density)
 
-    def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
+    def encode(buckets: torch.Tensor, random: BucketRandom) -> list[torch.Tensor]:
         order = _largest_positions(buckets, k)
         values = buckets.gather(1, order)
         buckets.zero_().scatter_(1, order, values)
@@ -240,7 +230,7 @@ def top_k_int2(density: float) -> Wire:
         values = level.to(torch.float32).mul_(2).sub_(3).mul_(scale / 3)
         out.zero_().scatter_(1, order, values)
 
-    def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
+    def encode(buckets: torch.Tensor, random: BucketRandom) -> list[torch.Tensor]:
         scale, inverse = _largest(buckets)
         order = _largest_positions(buckets, k)
         level = buckets.gather(1, order).mul_(inverse).add_(1).mul_(1.5).add_(0.5).floor_()
@@ -273,9 +263,8 @@ def random_k(density: float, seed: int) -> Wire:
     def positions(start: torch.Tensor) -> torch.Tensor:
         return (start.view(torch.int32).long() + torch.arange(k, device=start.device)) % BUCKET
 
-    def encode(buckets: torch.Tensor, words) -> list[torch.Tensor]:
-        first = torch.from_numpy((words(8)[:, :1] % BUCKET).astype(np.int32)).to(buckets.device)
-        start = first.view(torch.uint8)
+    def encode(buckets: torch.Tensor, random: BucketRandom) -> list[torch.Tensor]:
+        start = random.positions().view(torch.uint8)
         chosen = positions(start)
         values = buckets.gather(1, chosen)
         buckets.zero_().scatter_(1, chosen, values)

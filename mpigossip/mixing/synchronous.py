@@ -1,7 +1,7 @@
 """Synchronous mixer between MPI ranks: each round waits for the messages of the neighbours."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -337,6 +337,18 @@ class Synchronous(RankMixer):
         result = exchange.finish(into)
         self._waited += exchange.waited
         return self._buffers.out, result
+
+    def means(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        transport = self._transport
+        thread = self._thread
+        on_device = transport is not None and transport.on_device
+        # Without the thread, a round in flight could not be completed first.
+        ready = on_device and thread is not None and thread.threaded
+        if not ready or self.n == 1 or len(shards) != self.layout.slots:
+            return super().means(shards)
+        check_process()
+        self.settle()  # Only one thread may use the transport.
+        return self._buffers.means([shard[0] for shard in shards], transport)
 
     def _end_round(self) -> None:
         """Wait until the last round's message has been read; free the inbox buffers of that round.

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from mpigossip.mixing.kernels import gpu_random
+
 ALIGN = 32
 """Alignment of every parameter in the vector, in elements (128 bytes), with zeros as padding."""
 BUCKET = 512
@@ -20,6 +22,9 @@ CHUNK = 1 << 18
 """Number of elements whose codes are contiguous in an encoded vector, so that it can be sent and
 decoded chunk by chunk. It is a multiple of 4096, so that the size of a chunk is a multiple of 8
 bytes."""
+CHUNKS_ON_GPU = 16
+"""Number of chunks that a GPU encodes or decodes at once. Each operation on them takes one launch;
+the arrays of the operations take 16 MiB each."""
 
 
 Field = tuple[int, slice]
@@ -30,10 +35,10 @@ scalars the next ones."""
 class Wire(NamedTuple):
     """Encoding of float32 vectors that consist of whole buckets of 512 elements.
 
-    ``encode(buckets, words)`` quantizes buckets (b, 512) in place to the values that receivers will
-    decode, and returns their codes, a list of uint8 arrays (b, …). ``words(count)`` draws an array
-    (b, count) of random 32-bit integers. ``decode(codes, out)`` writes the quantized values to
-    ``out`` (b, 512).
+    ``encode(buckets, random)`` quantizes buckets (b, 512) in place to the values that receivers
+    will decode, and returns their codes, a list of uint8 arrays (b, …). ``random`` draws random
+    numbers for these buckets (:class:`BucketRandom`). ``decode(codes, out)`` writes the quantized
+    values to ``out`` (b, 512).
     """
 
     name: str
@@ -78,7 +83,7 @@ class Wire(NamedTuple):
         exchange, node, vector = key
         seeds = self.seed, exchange, 0 if self.shared else node, vector
         buckets = values.view(-1, BUCKET)
-        return self.encode(buckets, lambda count: draw(seeds, first, len(buckets), count))
+        return self.encode(buckets, BucketRandom(seeds, first, len(buckets), values.device))
 
     def write(
         self, values: torch.Tensor, key: tuple[int, ...], first: int, codes: torch.Tensor | None
@@ -99,12 +104,43 @@ class Wire(NamedTuple):
             target.copy_(values)
             values.copy_(target)
             return
-        offset = 0
-        for begin in range(0, values.numel(), CHUNK):
+        width = values.numel()
+        end_of_blocks = 0
+        if values.is_cuda:
+            end_of_blocks = width // CHUNK * CHUNK
+            self._write_blocks(values[:end_of_blocks], key, first, codes)
+        offset = self.nbytes(end_of_blocks)
+        for begin in range(end_of_blocks, width, CHUNK):
             for array in self.pack(values[begin : begin + CHUNK], key, first + begin):
                 if codes is not None:
                     codes[offset : offset + array.numel()].copy_(array.reshape(-1))
                 offset += array.numel()
+
+    def _write_blocks(
+        self, values: torch.Tensor, key: tuple[int, ...], first: int, codes: torch.Tensor | None
+    ) -> None:
+        """Quantize whole chunks in place, several at once, by the parameters of :meth:`write`."""
+        block = CHUNKS_ON_GPU * CHUNK
+        for begin in range(0, values.numel(), block):
+            part = values[begin : begin + block]
+            arrays = self.pack(part, key, first + begin)
+            if codes is None:
+                continue
+            chunks = self._chunks(codes, begin, part.numel() // CHUNK)
+            offset = 0
+            for array in arrays:
+                rows = array.reshape(len(chunks), -1)
+                chunks[:, offset : offset + rows.shape[1]].copy_(rows)
+                offset += rows.shape[1]
+
+    def _chunks(self, message: torch.Tensor, begin: int, count: int) -> torch.Tensor:
+        """Return the codes of ``count`` whole chunks, one chunk per row, as a view of a message.
+
+        ``begin`` is the first element of the first chunk.
+        """
+        offset = self.nbytes(begin)
+        size = self.nbytes(CHUNK)
+        return message[offset : offset + count * size].view(count, size)
 
     def unpack(self, message: torch.Tensor, width: int, part: slice, out: torch.Tensor) -> None:
         """Decode a part of an encoded vector.
@@ -115,7 +151,13 @@ class Wire(NamedTuple):
         :param out: array for the decoded elements
         """
         out = out.view(-1)
+        whole = slice(0, 0)
+        if message.is_cuda:
+            whole = slice(-(-part.start // CHUNK) * CHUNK, part.stop // CHUNK * CHUNK)
+            self._unpack_blocks(message, whole, out[whole.start - part.start :])
         for chunk_begin in range(part.start // CHUNK * CHUNK, part.stop, CHUNK):
+            if whole.start <= chunk_begin < whole.stop:
+                continue
             low = max(chunk_begin, part.start)
             high = min(chunk_begin + CHUNK, part.stop)
             chunk = message[self.nbytes(chunk_begin) :]
@@ -126,6 +168,25 @@ class Wire(NamedTuple):
                 slice(low - chunk_begin, high - chunk_begin),
                 values,
             )
+
+    def _unpack_blocks(self, message: torch.Tensor, part: slice, out: torch.Tensor) -> None:
+        """Decode whole chunks of an encoded vector, several at once.
+
+        :param message: encoded vector, uint8
+        :param part: range of elements to decode; if it has no elements, nothing is done
+        :param out: array that begins with the decoded elements
+        """
+        block = CHUNKS_ON_GPU * CHUNK
+        for begin in range(part.start, part.stop, block):
+            end = min(begin + block, part.stop)
+            chunks = self._chunks(message, begin, (end - begin) // CHUNK)
+            codes = []
+            offset = 0
+            for size in self.sizes:
+                of_chunk = size * CHUNK // BUCKET
+                codes.append(chunks[:, offset : offset + of_chunk].reshape(-1, size))
+                offset += of_chunk
+            self.decode(codes, out[begin - part.start : end - part.start].view(-1, BUCKET))
 
     def _unpack_chunk(
         self, message: torch.Tensor, width: int, part: slice, out: torch.Tensor
@@ -159,6 +220,46 @@ def draw(key: tuple[int, ...], first: int, buckets: int, count: int) -> np.ndarr
     # each step of the counter yields four 64-bit words
     bits.advance(first // BUCKET * count // 8)
     return bits.random_raw(buckets * count // 2).view(np.uint32).reshape(buckets, count)
+
+
+class BucketRandom(NamedTuple):
+    """Random numbers for the buckets of a part of a vector, drawn on the device of the part."""
+
+    seed: tuple[int, ...]
+    """Numbers that determine the random words of the whole vector."""
+    first: int
+    """Position in the vector of the first element of the first bucket."""
+    buckets: int
+    """Number of buckets, b."""
+    device: torch.device
+
+    @property
+    def on_device(self) -> bool:
+        """True if the device draws the words itself."""
+        return self.device.type == "cuda"
+
+    def uniform(self) -> torch.Tensor:
+        """Draw uniform float32 numbers in [0, 1), one for each element: (b, 512)."""
+        if self.on_device:
+            words = self._words_on_device(BUCKET)
+            drawn = (words >> 8).bitwise_and_((1 << 24) - 1).to(torch.float32)
+        else:
+            drawn = torch.from_numpy((self._words(BUCKET) >> 8).astype(np.float32))
+        return drawn.mul_(2.0**-24)
+
+    def positions(self) -> torch.Tensor:
+        """Draw a position in each bucket, from 0 to 511: int32, (b, 1)."""
+        if self.on_device:
+            return self._words_on_device(8)[:, :1] & (BUCKET - 1)
+        return torch.from_numpy((self._words(8)[:, :1] % BUCKET).astype(np.int32))
+
+    def _words(self, count: int) -> np.ndarray:
+        return draw(self.seed, self.first, self.buckets, count)
+
+    def _words_on_device(self, count: int) -> torch.Tensor:
+        step = self.first // BUCKET * count // 8
+        words = gpu_random.words(self.seed, step, self.buckets * count, self.device)
+        return words.view(self.buckets, count)
 
 
 FP32 = Wire("fp32", (), lambda buckets, words: [], lambda codes, out: None)

@@ -135,6 +135,8 @@ class Machine:
     """Bytes/s of float32 values at which a lossy wire encodes; 0: encoding takes no time."""
     decode_rate: float = 0.0
     """Bytes/s of float32 values at which a lossy wire decodes; 0: decoding takes no time."""
+    gpu: str = ""
+    """Name of the GPU whose data sheet gives the times of the update and of a node's averages."""
 
     def with_values(self, values: Mapping[str, float | None]) -> Machine:
         """Return this machine with values that a user has given; None leaves a value unchanged.

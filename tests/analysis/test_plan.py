@@ -347,3 +347,47 @@ def test_a_language_model_of_the_user_is_planned_without_its_data():
     }
     what, note = subject(assemble.load(job))
     assert what.flat.count == 50 * 50 and "missing.h5" in note
+
+
+EXAMPLE = ["--parameters", "1B", "--nodes", "4", "--compute", "250ms", "--bandwidth", "400GB/s"]
+"""4 hosts with 8 GPUs and a billion parameters, of the issue on GPUs."""
+
+
+def steps_on_gpus(capsys, *words):
+    main(["plan", *EXAMPLE, "--gpu", "h100", "node.devices=cuda:0-7", "--json", *words])
+    result = json.loads(capsys.readouterr().out)
+    return {
+        (row["graph"], row["cadence"], row["wire"]): row["step_s"] for row in result["rows"]
+    }, result["machine"]
+
+
+def test_a_gpu_gives_the_time_of_update_and_node_averages(capsys):
+    one_peer = "one-peer-exponential", "always", "fp32"
+    all_reduce = ALL_REDUCE, "always", "fp32"
+    ahead, machine = steps_on_gpus(capsys, "algorithm.style=awc", "local.name=adamw")
+    transfer = 4e9 * 7 / 8 / (0.85 * 450e9)
+    update = 88 * 1e9 / 8 / (0.85 * 3.35e12) + 19 * 5e-6
+    assert machine["node_s"] == pytest.approx(2 * transfer, rel=1e-3)
+    assert machine["update_s"] == pytest.approx(update, rel=1e-3)
+    assert machine["sources"]["update"] == "data sheet of h100"
+    summed = 12 * 1e9 / 8 / (0.85 * 3.35e12)
+    assert ahead[one_peer] == pytest.approx(0.25 + 2 * transfer + update + summed, rel=1e-3)
+    # all-reduce is hidden; each GPU updates the whole model by a fused optimizer
+    assert ahead[all_reduce] == pytest.approx(0.25 + 28 * 1e9 / (0.85 * 3.35e12), rel=5e-3)
+    after, _ = steps_on_gpus(capsys, "algorithm.style=atc", "local.name=adamw")
+    assert after[one_peer] == pytest.approx(ahead[one_peer] + 4e9 / 4e11, rel=2e-3)
+    given, machine = steps_on_gpus(capsys, "local.name=adamw", "--node", "1ms", "--update", "2ms")
+    assert (machine["node_s"], machine["update_s"]) == (1e-3, 2e-3)
+
+
+def test_gpus_that_are_unknown_or_not_counted_are_rejected(capsys):
+    for words, said in (
+        (["--gpu", "h101"], '--gpu "h101" is unknown; did you mean "h100"'),
+        (["--gpu", "h100", "algorithm.name=dsgt"], "the step of dsgt atc sgd was not counted"),
+    ):
+        assert main(["plan", *EXAMPLE, *words]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["plan", str(JOB), "--nodes", "4", "--gpu", "h100"]) == 2
+    assert "--gpu needs --compute" in capsys.readouterr().err
+    assert main(["plan", *EXAMPLE, "--gpu", "h100", "--best"]) == 2
+    assert "--gpu excludes --best and --members" in capsys.readouterr().err

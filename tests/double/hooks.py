@@ -184,6 +184,16 @@ def gpu_sum(module) -> None:
     before(module, "_launch", launched)
 
 
+def gpu_random(module) -> None:
+    """Record what the kernel of random words writes when it is launched."""
+
+    def launched(seed, first, out) -> None:
+        line = torch.cuda.current_stream(out.device).line
+        line.given("a kernel of random words", [], [out])
+
+    before(module, "_launch", launched)
+
+
 def install() -> None:
     """Install these checks in their modules of `mpigossip` when they are loaded."""
     watched = {
@@ -195,6 +205,7 @@ def install() -> None:
         "mixing.device.memory": memory,
         "mixing.device.streams": streams,
         "mixing.device.proof": proof,
+        "mixing.kernels.gpu_random": gpu_random,
         "mixing.kernels.gpu_sum": gpu_sum,
         "cluster.process_groups": torch_nccl.install,
     }

@@ -54,6 +54,7 @@ OVERWRITTEN = (
     "double/test_training.py"
     "::test_a_result_is_read_before_it_is_overwritten_and_copies_use_locked_memory"
 )
+BUCKETS = "double/test_nccl.py::test_a_sum_in_buckets_has_the_cpus_bits[2-1]"
 REPLAYED = "test_gpu.py::test_captured_replicas_train_as_eager_ones"
 EAGER = "test_gpu.py::test_a_model_that_waits_for_the_gpu_trains_eagerly"
 MUTANTS = [
@@ -84,9 +85,14 @@ MUTANTS = [
      "slot_streams.follow(event)", "pass", NODES),
     Mutant("an average by NCCL is used before its sums are over", PIPELINE,
      "self._buffers.complete()  # the thread", "pass  # the thread", NODES_FP32),
-    Mutant("a node receives before the others send", NCCL_NODES,
+    Mutant("a node receives before the others send", GROUPS,
      "        group.send([memory], j, 0)\n    return [group",
      "        pass\n    return [group", NODES),
+    Mutant("a bucket of the sum inside a node is received into memory that is still read", NCCL,
+     "memories[number % 2]", "memories[0]", BUCKETS),
+    Mutant("a bucket is summed before it has arrived", NCCL,
+     "            for work in works:\n                self._wait(k, work)\n            terms",
+     "            terms", BUCKETS),
     Mutant("sums don't wait for NCCL", NCCL_NODES, "work.wait()  # holds", "pass  # holds", NODES),
     Mutant("a batch is used before its copy", LOADER, "compute.wait_event(copy.copied)",
      "pass", DEVICE),

@@ -230,6 +230,7 @@ def install() -> None:
     def pin_memory(tensor, *arguments):
         result = pin(tensor, *arguments)
         result.locked = True
+        result.untyped_storage().locked = True
         return result
 
     torch.Tensor.pin_memory = pin_memory

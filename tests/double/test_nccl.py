@@ -88,3 +88,34 @@ def test_nccl_that_cannot_be_had_is_refused_or_left(ranks, what, device, named):
                 assert "no windows, messages: this MPI reports no support for GPU memory" in said
             else:
                 assert 'node.exchange = "nccl"' in said
+
+
+@pytest.mark.parametrize(("slots", "rows"), [(2, 1), (4, 2)])
+def test_a_sum_in_buckets_has_the_cpus_bits(slots, rows, monkeypatch):
+    """The shard has three whole buckets and a shorter one."""
+    import torch
+
+    from mpigossip.cluster.world import SingleProcess
+    from mpigossip.groups import nccl_inside_node
+    from mpigossip.groups.threads import ThreadGroup
+
+    monkeypatch.setattr(nccl_inside_node, "BUCKET", slots * 512)
+    width = 3 * 512 + 100
+    draw = torch.Generator().manual_seed(2)
+    given = [torch.randn(rows, slots * width, generator=draw) for _ in range(slots)]
+    threads = ThreadGroup(slots)
+    on_cpu = threads.zeros(rows, slots * width)
+    for array, values in zip(on_cpu, given, strict=True):
+        array.copy_(values)
+    expected = [shard.clone() for shard in threads.reduce_scatter_mean(on_cpu)]
+    threads.close()
+    devices = tuple(f"cuda:{k}" for k in range(slots))
+    group = nccl_inside_node.TorchGroup(
+        ThreadGroup(slots, devices=devices), SingleProcess(), timeout_s=30
+    )
+    on_gpu = [values.to(device) for values, device in zip(given, devices, strict=True)]
+    shards = group.reduce_scatter_mean(on_gpu)
+    for shard, values in zip(shards, expected, strict=True):
+        assert torch.equal(shard.cpu(), values)
+    assert {memory.numel() for memory in group._scratch} == {2 * slots * 512}
+    group.close()

@@ -125,3 +125,74 @@ def test_written_gradients_have_the_cpus_bits(graphs, monkeypatch):
     monkeypatch.setattr(gradients, "LARGE", 1)
     settings += [f"node.cuda_graphs={graphs}"]
     assert torch.equal(trained(SingleProcess(), 2, "mlp", "cuda:0,1", settings), expected)
+
+
+def noted_operations(monkeypatch):
+    """Return a list to which the double adds the name of each operation on a device."""
+    from tests.double.checker import Timeline
+
+    operations = []
+    given = Timeline.given
+
+    def noting(line, what, read, written):
+        operations.append(what)
+        given(line, what, read, written)
+
+    monkeypatch.setattr(Timeline, "given", noting)
+    return operations
+
+
+def encoded_on_both(name, width, monkeypatch):
+    """Encode a vector on the CPU and on a device; return operations and waits on the device.
+
+    Values, codes and decoded values are compared.
+    """
+    from mpigossip.mixing.lossy_wires import wire
+    from mpigossip.mixing.wire import BUCKET
+
+    one = wire(name, density=0.1, seed=4)
+    key = (9, 3, 1)
+    first = 5 * BUCKET
+    values = torch.randn(width, generator=torch.Generator().manual_seed(0))
+    values[:BUCKET] = 0
+    expected, codes = values.clone(), torch.zeros(one.nbytes(width), dtype=torch.uint8)
+    one.write(expected, key, first, codes)
+    on_gpu, codes_on_gpu = values.to("cuda:0"), torch.zeros_like(codes).to("cuda:0")
+    one.write(values.to("cuda:0"), key, first, codes_on_gpu)  # the kernel is compiled and tried
+    with monkeypatch.context() as patch, counted() as waits:
+        operations = noted_operations(patch)
+        one.write(on_gpu, key, first, codes_on_gpu)
+    assert torch.equal(on_gpu.cpu(), expected) and torch.equal(codes_on_gpu.cpu(), codes)
+    part = slice(2 * BUCKET, width - BUCKET)
+    decoded = torch.empty(part.stop - part.start, device="cuda:0")
+    one.unpack(codes_on_gpu, width, part, decoded)
+    assert torch.equal(decoded.cpu(), expected[part])
+    return operations, waits
+
+
+RANDOM = ["qsgd", "fp4", "random-k"]
+
+
+@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("cupy", [True, False])
+def test_random_numbers_are_drawn_on_the_device(name, cupy, monkeypatch):
+    """Nothing is copied from the host, and the host waits for nothing."""
+    from mpigossip.mixing.kernels import gpu_random
+    from mpigossip.mixing.wire import BUCKET, CHUNK
+
+    if not cupy:
+        monkeypatch.setattr(gpu_random, "usable", lambda device: False)
+    operations, waits = encoded_on_both(name, 2 * CHUNK + 3 * BUCKET, monkeypatch)
+    assert not waits
+    assert operations.count("a kernel of random words") == (2 if cupy else 0)
+    assert not any("_to_copy" in one and "cpu" in one for one in operations)
+
+
+@pytest.mark.parametrize("name", ["qsgd", "fp4", "sign", "top-k", "top-k-int2", "random-k"])
+def test_a_long_vector_is_encoded_by_few_operations(name, monkeypatch):
+    from mpigossip.mixing import wire
+
+    monkeypatch.setattr(wire, "CHUNK", 4096)
+    one_chunk, _ = encoded_on_both(name, 4096, monkeypatch)
+    several, _ = encoded_on_both(name, wire.CHUNKS_ON_GPU * 4096, monkeypatch)
+    assert len(several) == len(one_chunk)

@@ -10,7 +10,7 @@ import torch
 
 from mpigossip.cluster.deadline import WaitTimeoutError, sharp_timers
 from mpigossip.cluster.world import SingleProcess
-from mpigossip.groups import threads
+from mpigossip.groups import nccl_inside_node, threads
 from mpigossip.groups.base import GroupError, Single
 from mpigossip.groups.nccl_inside_node import TorchGroup
 from mpigossip.groups.threads import ThreadGroup
@@ -25,6 +25,17 @@ def test_threads_have_the_bits_of_threads(slots, one_thread):
     group = TorchGroup(host_group(slots), SingleProcess(), timeout_s=20)
     for size, rows in ((slots * 513, 1), (slots * 64, 3)):
         assert count_differences(group, size, rows) == RIGHT
+    group.close()
+
+
+@pytest.mark.parametrize(("slots", "rows"), [(2, 1), (4, 3)])
+def test_a_sum_takes_two_buckets_of_memory(slots, rows, one_thread, monkeypatch):
+    """The shard has two whole buckets and a shorter one."""
+    monkeypatch.setattr(nccl_inside_node, "BUCKET", slots * 512)
+    group = TorchGroup(host_group(slots), SingleProcess(), timeout_s=20)
+    width = 2 * 512 + 100
+    assert count_differences(group, slots * width, rows) == RIGHT
+    assert [memory.numel() for memory in group._scratch] == [2 * slots * 512] * slots
     group.close()
 
 
@@ -70,7 +81,7 @@ def test_a_missing_slot_is_named_in_time(monkeypatch):
     stop = threading.Event()
     groups = group._groups
     group._timeout_s = 0.5
-    late = SimpleNamespace(alltoall_base=lambda *_: stop.wait())
+    late = SimpleNamespace(recv=lambda *_: stop.wait())
     group._groups = [groups[0], late, groups[2]]
     began = time.monotonic()
     with pytest.raises(

@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Any
 
 from mpigossip.analysis.machine import coding_seconds
+from mpigossip.analysis.plan.gpu_costs import local_step, with_gpu
 from mpigossip.config import CadenceSection, GraphSection, Job, JobError, LocalSection
 from mpigossip.graphs import GraphError
 from mpigossip.graphs.theory import averaging_gap, transient_of
@@ -169,6 +170,7 @@ def predict(
     parts = prediction.parts
     if lacking(parts.method.needs, parts.graph) or incompatibilities(parts):
         return None
+    machine = with_gpu(machine, job, what.slots, what.flat.size, local_step(what.job))
     timing = Timing(prediction, _coding(machine, prediction), per_tensor=per_tensor)
     (exchange, hidden), waiting = timing.mean_s(), timing.waiting_s()
     step = timing.step_s()

@@ -203,10 +203,11 @@ class DeviceBuffers:
         n = self._n
         swap = self._swap(transport)
 
-        def on(s: int) -> AbstractContextManager[None]:
-            return self._streams[s].incoming()
-
         if self._gathers:
+
+            def on(s: int) -> AbstractContextManager[None]:
+                return self._streams[s].incoming()
+
             size = layout.slot_sent_bytes
             rows = [inbox[: n * size].view(n, size) for inbox in self._average_inboxes]
             return average_codes(layout, rank, self.sent, rows, self.out, self.result, swap, on)
@@ -215,10 +216,42 @@ class DeviceBuffers:
             own, out = (
                 [array[part].view(dtype) for array in arrays] for arrays in (self._own, self._mixed)
             )
-            inboxes = [inbox[: self._share].view(dtype) for inbox in self._average_inboxes]
-            share = len(inboxes[0]) // n
-            waited += average(rank, n, own, out, swap, share=share, inboxes=inboxes, on=on)
+            waited += self._average_arrays(own, out, swap)
         return waited
+
+    def _average_arrays(
+        self,
+        own: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor],
+        swap: Callable[[ByRank, ByRank], float],
+    ) -> float:
+        """Average an array of each slot on the devices; return the seconds waited."""
+        dtype = own[0].dtype
+        inboxes = [inbox[: self._share].view(dtype) for inbox in self._average_inboxes]
+        share = len(inboxes[0]) // self._n
+
+        def on(s: int) -> AbstractContextManager[None]:
+            return self._streams[s].incoming()
+
+        return average(self._rank, self._n, own, out, swap, share=share, inboxes=inboxes, on=on)
+
+    def means(self, arrays: Sequence[torch.Tensor], transport: Transport) -> list[torch.Tensor]:
+        """Return the exact mean over all nodes of an array of each slot, on the slots' devices.
+
+        The transport must access the devices, and no round may be in flight. This waits until the
+        means are complete.
+
+        :param arrays: for each slot, an array (p,) on its device, written by its current stream
+        :param transport: transport that sends the arrays
+        """
+        own = [array.contiguous() for array in arrays]
+        out = [torch.empty_like(array) for array in own]
+        for slot_streams in self._streams:
+            slot_streams.follow(slot_streams.ready())
+        self._average_arrays(own, out, self._swap(transport))
+        transport.wait_for_swaps("average of models")
+        self.complete()
+        return out
 
     def _on_host(self, host: HostBuffers, transport: Transport) -> float:
         layout = self._layout

@@ -8,7 +8,7 @@ also compile the kernel for the CPU and run it.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -139,13 +139,7 @@ def usable(device: torch.device) -> bool:
     """
     if device.type != "cuda":
         return False
-    remedy = "pip install mpigossip[gpu] or mpigossip[gpu-cuda12]"
-    try:
-        problem = "" if computes_bits_of_cpu(device) else "it computes other bits than the CPU"
-    except Exception as error:  # noqa: BLE001 - after any error, torch's operations are used
-        if isinstance(error, OSError):  # CuPy caches compiled kernels in files
-            remedy = "set CUPY_CACHE_DIR to a folder that you can write to"
-        problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    problem, remedy = reason_against(computes_bits_of_cpu, device)
     if problem:
         warnings.warn(
             f"the kernel that sums models is not used on {device}: {problem}; torch's operations "
@@ -153,6 +147,23 @@ def usable(device: torch.device) -> bool:
             stacklevel=2,
         )
     return not problem
+
+
+def reason_against(check: Callable[[torch.device], bool], device: torch.device) -> tuple[str, str]:
+    """Return the reason why a kernel can't be used, "" if it can, and a remedy.
+
+    :param check: function that tries the kernel on a device, and returns whether its results are
+        bitwise identical to the CPU's
+    :param device: device on which it is tried
+    """
+    remedy = "pip install mpigossip[gpu] or mpigossip[gpu-cuda12]"
+    try:
+        return "" if check(device) else "it computes other bits than the CPU", remedy
+    except Exception as error:  # noqa: BLE001 - after any error, torch's operations are used
+        if isinstance(error, OSError):  # CuPy caches compiled kernels in files
+            remedy = "set CUPY_CACHE_DIR to a folder that you can write to"
+        reason = str(error).splitlines()[0] if str(error) else ""
+        return f"{type(error).__name__}: {reason}", remedy
 
 
 TRIAL_WEIGHTS = ((0.5,), (0.25, 0.25), (0.2, 0.5, 0.3), (1 / 3, 0.1, 0.4, 1 / 6))

@@ -14,7 +14,13 @@ import torch
 from mpi4py import MPI
 
 from mpigossip.cluster.deadline import Deadline, world_ranks
-from mpigossip.cluster.process_groups import GroupRank, close_groups, launch_lock, open_groups
+from mpigossip.cluster.process_groups import (
+    GroupRank,
+    close_groups,
+    launch_lock,
+    open_groups,
+    start_transfers,
+)
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import Failure, JobError
 from mpigossip.mixing.base import MessageLayout
@@ -105,7 +111,7 @@ class Nccl(Transport):
                     sent = [(j, memory) for (j, s), memory in out.items() if s == slot]
                     received = [(j, memory) for (j, s), memory in into.items() if s == slot]
                     with device_context(slot_streams.device), torch.cuda.stream(slot_streams.into):
-                        self._works += _calls(group, slot_streams.device, sent, received)
+                        self._works += start_transfers(group, slot_streams.device, sent, received)
             if not self._on_cpu:
                 for work, slot_streams in zip(self._works, self._streams, strict=True):
                     with device_context(slot_streams.device), torch.cuda.stream(slot_streams.into):
@@ -203,25 +209,6 @@ class Nccl(Transport):
         )
         self._works = []
         self._groups = []
-
-
-def _calls(group: Any, device: torch.device, sent: list, received: list) -> list[Any]:
-    """Begin the sends and receives of a slot; return work objects that show their completion.
-
-    :param group: process group of the slot
-    :param device: device of the slot
-    :param sent: pairs (rank, array) to send
-    :param received: pairs (rank, array) to receive
-    """
-    if device.type == "cpu":  # gloo has no groups of calls
-        works = [group.recv([memory], j, 0) for j, memory in received]
-        return works + [group.send([memory], j, 0) for j, memory in sent]
-    group._start_coalescing(device)
-    for j, memory in received:
-        group.recv([memory], j, 0)
-    for j, memory in sent:
-        group.send([memory], j, 0)
-    return [group._end_coalescing(device)]
 
 
 def _find_shared_gpu(comm: MPI.Intracomm, streams: Sequence[Streams]) -> str:

@@ -1,0 +1,155 @@
+"""Time of the parts of a step on GPUs, from bytes and launches that were counted.
+
+The emulation of GPUs in tests/double counts the bytes that a step reads and writes and the
+operations that it launches; tests/double/test_counts.py compares them with the numbers of this
+module. Divided by the rates of a GPU's data sheet, they give the time of an update and of the
+averages inside a node. Nothing here was measured on several GPUs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from mpigossip.algorithms.methods import BUILDERS
+from mpigossip.config import Job, JobError
+from mpigossip.config.choices import spec_of
+from mpigossip.training.machines import Machine
+
+EFFICIENCY = 0.85
+"""Assumed fraction of the rates of a data sheet that kernels and collectives reach."""
+LAUNCH_S = 5e-6
+"""Assumed seconds in which the host launches an operation."""
+ELEMENT = 4
+"""Bytes of an element, float32."""
+SUM_BYTES = 3 * ELEMENT
+"""Bytes per element of a weighted sum of two models: it reads both and writes the result."""
+
+
+class Gpu(NamedTuple):
+    """Rates of a GPU, from its data sheet."""
+
+    memory_rate: float
+    """Bytes per second of its memory."""
+    link_rate: float
+    """Bytes per second that it sends to other GPUs of the host, and at the same time receives."""
+
+
+GPUS = {
+    "a100": Gpu(2.039e12, 300e9),
+    "h100": Gpu(3.35e12, 450e9),
+    "h200": Gpu(4.8e12, 450e9),
+}
+"""GPUs by the names of `plan --gpu`: A100 SXM with 80 GB, H100 SXM and H200 SXM."""
+
+
+class Update(NamedTuple):
+    """Counts of a step of an algorithm, without the model, the node's averages and the sum."""
+
+    bytes_per_element: int
+    """Bytes read and written per element of a slot's shard."""
+    operations: int
+    """Number of operations launched by a slot."""
+
+
+UPDATES: Mapping[tuple[str, str, str], Update] = {
+    ("dsgd", "awc", "adamw"): Update(88, 19),
+    ("dsgd", "atc", "adamw"): Update(80, 18),
+    ("dsgd", "awc", "sgd"): Update(32, 11),
+    ("dmsgd-vanilla", "atc", "momentum"): Update(36, 12),
+    ("dmsgd", "", ""): Update(64, 15),
+}
+"""Counts by algorithm, its style and its local step; "" if it has none."""
+FUSED = {"sgd": 3 * ELEMENT, "momentum": 5 * ELEMENT, "nesterov": 5 * ELEMENT, "adamw": 28}
+"""Bytes per element of torch's fused optimizers, which read parameter, gradient and state, and
+write parameter and state. All-reduce is timed with them, by the local step of the job."""
+
+
+def node_bytes(slots: int) -> float:
+    """Return the bytes per element that a slot reads and writes to average gradients in the node.
+
+    A slot sends the shards of the others, receives its own shard from them (both read and write),
+    copies its own part, and sums the parts of all slots in slot order.
+    """
+    others = slots - 1
+    transferred = 2 * ELEMENT * others
+    copied = 2 * ELEMENT
+    summed = ELEMENT * (slots + 1)
+    return (transferred + copied + summed) / slots
+
+
+def link_bytes(slots: int) -> float:
+    """Return the bytes per element that a slot sends in a reduce-scatter or in an all-gather."""
+    return ELEMENT * (slots - 1) / slots
+
+
+def node_seconds(gpu: Gpu, slots: int, elements: int) -> float:
+    """Return the seconds of averaging gradients over the slots of a node and gathering the model.
+
+    The sums of the reduce-scatter overlap with its transfers, bucket by bucket.
+    """
+    if slots == 1:
+        return 0.0
+    transfer_s = link_bytes(slots) * elements / (EFFICIENCY * gpu.link_rate)
+    memory_s = node_bytes(slots) * elements / (EFFICIENCY * gpu.memory_rate)
+    return max(transfer_s, memory_s) + transfer_s
+
+
+def local_step(job: Job) -> str:
+    """Return the name of the job's local step; "" if its algorithm has no separate one."""
+    spec = spec_of(BUILDERS, job.algorithm.name)
+    implied = spec.implies.get("local.name", "") if spec else ""
+    return job.local.name or str(implied)
+
+
+def update_of(job: Job) -> Update:
+    """Return the counts of the job's algorithm.
+
+    :raises JobError: if they were not counted
+    """
+    style = str(job.algorithm.options.get("style", ""))
+    key = job.algorithm.name, style, local_step(job)
+    if key not in UPDATES:
+        counted = "; ".join(" ".join(filter(None, known)) for known in UPDATES)
+        name = " ".join(filter(None, key))
+        raise JobError(
+            f"--gpu: the step of {name} was not counted, but {counted} were; pass its time by "
+            "--update instead of --gpu"
+        )
+    return UPDATES[key]
+
+
+def update_seconds(gpu: Gpu, update: Update, slots: int, elements: int) -> float:
+    """Return the seconds of the update of each slot's shard."""
+    nbytes = update.bytes_per_element * elements / slots
+    return nbytes / (EFFICIENCY * gpu.memory_rate) + update.operations * LAUNCH_S
+
+
+def with_gpu(machine: Machine, job: Job, slots: int, elements: int, local: str) -> Machine:
+    """Return the machine with the times of a job's step on the GPUs that it names.
+
+    :param machine: machine; unless it names a GPU, it is returned unchanged
+    :param job: the job; its algorithm decides which bytes are moved
+    :param slots: number of GPUs of a node
+    :param elements: number of elements of the model
+    :param local: name of the local step, with which all-reduce is timed
+    :raises JobError: if the steps of the algorithm were not counted
+    """
+    if not machine.gpu:
+        return machine
+    gpu = GPUS[machine.gpu]
+    combine_rate = slots * EFFICIENCY * gpu.memory_rate * ELEMENT / SUM_BYTES
+    if job.algorithm.name == "parallel":
+        # DistributedDataParallel: its all-reduce averages inside the node, too, and each GPU
+        # updates the whole model.
+        update = Update(FUSED.get(local, FUSED["adamw"]), 1)
+        update_s = update_seconds(gpu, update, 1, elements)
+        node_s = 0.0
+    else:
+        update_s = update_seconds(gpu, update_of(job), slots, elements)
+        node_s = node_seconds(gpu, slots, elements)
+    values = {"update_s": update_s, "node_s": node_s, "combine_rate": combine_rate}
+    words = {"update_s": "update", "node_s": "node-local", "combine_rate": "sum"}
+    computed = {name for name, word in words.items() if machine.sources.get(word) != "given"}
+    sources = {words[name]: f"data sheet of {machine.gpu}" for name in sorted(computed)}
+    changed = machine.with_values({name: values[name] for name in sorted(computed)})
+    return replace(changed, sources=machine.sources | sources)
