@@ -15,7 +15,7 @@ from mpigossip import config
 from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import aligned, pluralize, print_note
-from mpigossip.members.live import digest
+from mpigossip.members.live import digest, write_checkpoint
 from mpigossip.members.place import BEHIND, FOLDERS, Place, record_name
 from mpigossip.members.records import End, Record, RecordStore, Version
 from mpigossip.runs.members.fork_schedule import (
@@ -24,7 +24,7 @@ from mpigossip.runs.members.fork_schedule import (
     recorded_turns,
     rescaled_turns,
 )
-from mpigossip.runs.members.join import FORMAT, JOB, plan_of, write_checkpoint
+from mpigossip.runs.members.join import FORMAT, JOB, plan_of
 from mpigossip.runs.members.member import Member
 from mpigossip.runs.members.ranks import for_ranks
 from mpigossip.runs.members.replay import FORK, ReplayLog, repeat_round, training_in
