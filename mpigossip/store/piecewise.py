@@ -30,7 +30,7 @@ from mpigossip.store.manifest import FORMAT, Entry, Number
 from mpigossip.store.node_file import node_file
 from mpigossip.store.node_state import STATE_PIECES, state_keys
 
-PIECE = 1 << 20
+PIECE = 1 << 19
 """Number of elements that are written or read at a time."""
 
 

@@ -49,7 +49,7 @@ def train_large(folder, world):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     limit = grown = 0
     with mpigossip.join(
-        folder, model, optimizer, chunks=6, lease_s=60.0, poll_s=0.1, world=world
+        folder, model, optimizer, chunks=4, lease_s=600.0, poll_s=0.1, world=world
     ) as member:
         for chunk in member:
             if limit:  # the exchange after a chunk is over

@@ -224,6 +224,8 @@ class Setting:
         self.assemblies = [first]
         self.recorded = self.member = Member(first)
         self.plan = plan_of(first)
+        self.behind = BEHIND * self.plan.longest
+        """Largest difference in age between two models that the fork averages."""
         self.periods: Periods | None = None
         self.graph: str | None = None
         self.is_changed = self.job != recorded
@@ -231,7 +233,9 @@ class Setting:
             second = assemble(self.job, world, 1)
             self.assemblies.append(second)
             period = Periods(self.recorded.steps, Member(second).steps)
-            has_unequal_rounds = self.plan.longest > 1 and plan_of(second).longest == 1
+            longest = plan_of(second).longest
+            self.behind = BEHIND * longest
+            has_unequal_rounds = self.plan.longest > 1 and longest == 1
             if period.fork == period.recorded and not has_unequal_rounds:
                 self.member = Member(second)
             else:
@@ -245,7 +249,7 @@ class Setting:
         log = ForkLog(
             Place(disk, self.plan, report=print_note),
             cut,
-            Change(without, self.graph, self.job.run.seed, BEHIND * self.plan.longest),
+            Change(without, self.graph, self.job.run.seed, self.behind),
             self.periods,
             self.is_changed or without is not None,
             self.assemblies[0].engine.group.slots,
