@@ -330,6 +330,8 @@ class FolderExchange:
         self.ranks = ranks or OneRank()
         self._read_states: dict[Round, NodeState] = {}
         """States that this rank has read in the present decision."""
+        self._last_models: list[tuple[int, NodeState]] = []
+        """For each of the last rounds, the age at which it began, and the model after it."""
         self.poll_s = poll_s
         self.promises = 1
         """Longest silence, in leases, that this member promises for its next stay."""
@@ -457,7 +459,7 @@ class FolderExchange:
             return inputs
 
         states = self.local_parts(self.decide(work))
-        self._last_models: list[tuple[int, NodeState]] = []
+        self._last_models = []
         return states
 
     def _current(

@@ -69,6 +69,8 @@ class StreamedExchange(FolderExchange):
     """
 
     _read_states: dict[Round, Any]
+    _last_models: list[tuple[int, Any]]
+    """For each of the last rounds, the age at which it began, and its number."""
 
     def decide(self, work: Callable[[], T]) -> T:
         self._close_read()
@@ -235,12 +237,13 @@ class StreamedExchange(FolderExchange):
         def find() -> tuple[Round, Round | None, int] | None:
             for version in place.peers():
                 late = rounds_late(began, version.began)
-                own = None
+                own: Round | None = None
                 if late:
                     number = self._last_models[-1 - late][1]
-                    own = place.record(place.number, number, listed=True)
-                    if not isinstance(own, Round) or self._read(own) is None:
+                    record = place.record(place.number, number, listed=True)
+                    if not isinstance(record, Round) or self._read(record) is None:
                         continue
+                    own = record
                 if self._read(version) is not None:
                     place.took(version)
                     return version, own, late

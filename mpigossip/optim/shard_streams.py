@@ -32,7 +32,7 @@ class Run(NamedTuple):
     """Index of the first element in the rank's shard of this parameter."""
     first: int
     """Index of the first element in the flat parameters."""
-    count: int
+    length: int
     """Number of elements."""
 
 
@@ -122,12 +122,12 @@ class ShardStreams:
             for rank, limits in enumerate(window):
                 for run in self.runs(self.rank, *limits):
                     shard = read(run.parameter)
-                    part = np.zeros(run.count, dtype)
+                    part = np.zeros(run.length, dtype)
                     if shard is not None:
-                        values = shard[run.local : run.local + run.count].detach().cpu()
+                        values = shard[run.local : run.local + run.length].detach().cpu()
                         part[:] = (values.float() if values.dtype in LOW else values).numpy()
                     parts.append(part)
-                    sent[rank] += run.count
+                    sent[rank] += run.length
             limits = window[self.rank]
             incoming = [[*self.runs(rank, *limits)] for rank in range(len(window))]
             received = self._exchange(np.concatenate([np.zeros(0, dtype), *parts]), sent, incoming)
@@ -135,8 +135,8 @@ class ShardStreams:
             position = 0
             for run in (run for runs in incoming for run in runs):
                 begin = run.first - limits[0]
-                piece[begin : begin + run.count] = received[position : position + run.count]
-                position += run.count
+                piece[begin : begin + run.length] = received[position : position + run.length]
+                position += run.length
             yield piece
 
     def scatter(
@@ -159,17 +159,17 @@ class ShardStreams:
             values = read(begin, end) if begin < end else np.zeros(0, dtype)
             outgoing = [[*self.runs(rank, begin, end)] for rank in range(len(window))]
             parts = [
-                values[run.first - begin : run.first - begin + run.count]
+                values[run.first - begin : run.first - begin + run.length]
                 for runs in outgoing
                 for run in runs
             ]
-            sent = [sum(run.count for run in runs) for runs in outgoing]
+            sent = [sum(run.length for run in runs) for runs in outgoing]
             incoming = [[*self.runs(self.rank, *limits)] for limits in window]
             received = self._exchange(np.concatenate([np.zeros(0, dtype), *parts]), sent, incoming)
             position = 0
             for run in (run for runs in incoming for run in runs):
-                write(run, torch.from_numpy(received[position : position + run.count]))
-                position += run.count
+                write(run, torch.from_numpy(received[position : position + run.length]))
+                position += run.length
 
     def _exchange(
         self, message: np.ndarray, sent: Sequence[int], incoming: Sequence[Sequence[Run]]
@@ -183,8 +183,8 @@ class ShardStreams:
         if self._comm is None:
             return message
         size = message.itemsize
-        received = np.empty(sum(run.count for runs in incoming for run in runs), message.dtype)
-        counts = [sum(run.count for run in runs) * size for runs in incoming]
+        received = np.empty(sum(run.length for runs in incoming for run in runs), message.dtype)
+        counts = [sum(run.length for run in runs) * size for runs in incoming]
         request = self._comm.Ialltoallv(
             (message.view(np.uint8), [count * size for count in sent]),
             (received.view(np.uint8), counts),

@@ -294,7 +294,7 @@ class ShardedLoopMember(LoopMember):
             def write(run: Run, values: torch.Tensor) -> None:
                 if tensors[run.parameter] is not None:
                     shard = flat_shard(tensors[run.parameter])
-                    shard[run.local : run.local + run.count].copy_(values)
+                    shard[run.local : run.local + run.length].copy_(values)
 
             self._scatter(mean, write, dtype, size)
 
@@ -344,7 +344,7 @@ class ShardedLoopMember(LoopMember):
             return (values - peer.then.parameters(begin, end)) / np.float32(1 + peer.late)
 
         def write(run: Run, values: torch.Tensor) -> None:
-            shard = flat_shard(parameters[run.parameter])[run.local : run.local + run.count]
+            shard = flat_shard(parameters[run.parameter])[run.local : run.local + run.length]
             now = shard.cpu().float().reshape(1, -1)
             other = values.reshape(1, -1)
             other = other if peer.then is None else now + other

@@ -15,6 +15,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -51,7 +52,7 @@ class PartSource(NamedTuple):
     """Names of all parameters of the model."""
     shapes: tuple[tuple[int, ...], ...]
     """Shape of each parameter."""
-    count: int
+    length: int
     """Number of elements in the part."""
     arrays: dict[str, np.ndarray]
     """Small arrays by path, such as buffers; empty unless this is the first part."""
@@ -63,7 +64,7 @@ class PartSource(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Number of bytes of all arrays."""
-        large = sum(self.count * stream.dtype.itemsize for stream in self.streams.values())
+        large = sum(self.length * stream.dtype.itemsize for stream in self.streams.values())
         return large + sum(array.nbytes for array in self.arrays.values())
 
 
@@ -131,13 +132,13 @@ def write(
             try:
                 if offset is None:
                     raise ValueError(f"{path} has no space for {name}")
-                attempt(lambda data=data, start=offset + position: _put(path, start, data))
+                attempt(partial(_put, path, offset + position, data))
             except Exception as error:  # noqa: BLE001
                 problem = error
             position += data.nbytes
     if problem is not None:
         raise problem
-    return WrittenPart(path, node, source.count, sha.hexdigest())
+    return WrittenPart(path, node, source.length, sha.hexdigest())
 
 
 def _create(path: Path, node: int, slot: int, source: PartSource) -> dict[str, int | None]:
@@ -152,7 +153,7 @@ def _create(path: Path, node: int, slot: int, source: PartSource) -> dict[str, i
         for name, array in source.arrays.items():
             file.create_dataset(f"arrays/{name}", data=array)
         for name, stream in sorted(source.streams.items()):
-            datasets[name] = direct.allocate(file, name, (source.count,), stream.dtype)
+            datasets[name] = direct.allocate(file, name, (source.length,), stream.dtype)
         table = node_state.table(source.names, source.shapes)
         file.create_dataset("layout", data=table)
         numbers = json.dumps(source.numbers, default=lambda value: value.item())
@@ -191,6 +192,12 @@ class StoredModel:
         :raises StoreError: if a file is missing or damaged
         """
         self._folder = folder
+        self.names: tuple[str, ...] = ()
+        """Names of the parameters of the model."""
+        self.shapes: tuple[tuple[int, ...], ...] = ()
+        """Shape of each parameter."""
+        self.numbers: dict[str, Number] = {}
+        """Counters and other scalar values by name."""
         self._files: list[dict[str, Any]] = []
         self._firsts = [first for _, first in files]
         self._counts = [entry.parameters for entry, _ in files]
@@ -398,11 +405,8 @@ def source_of(
 
     streams = {"parameters": Stream(np.dtype("<f4"), lambda: pieces(model.parameters))}
     for key in model.state_names():
-
-        def read(low: int, high: int, key: str = key) -> np.ndarray:
-            return model.state(key, low, high)
-
+        read = partial(model.state, key)
         dtype = model.state(key, begin, min(begin + 1, end)).dtype
-        streams[f"{STATE_PIECES}{key}"] = Stream(dtype, lambda read=read: pieces(read))
+        streams[f"{STATE_PIECES}{key}"] = Stream(dtype, partial(pieces, read))
     arrays = {} if begin else model.small
     return PartSource(model.names, model.shapes, end - begin, arrays, {**numbers}, streams)

@@ -48,8 +48,8 @@ def test_runs_of_all_ranks_are_the_elements_of_each_window(size):
             for rank in range(size):
                 shards = shards_of(rank, size)
                 for run in streams[0].runs(rank, begin, end):
-                    values = shards[run.parameter][run.local : run.local + run.count]
-                    assert values.tolist() == [*range(run.first, run.first + run.count)]
+                    values = shards[run.parameter][run.local : run.local + run.length]
+                    assert values.tolist() == [*range(run.first, run.first + run.length)]
                     elements += values.tolist()
             assert sorted(elements) == [*range(begin, end)]
             seen += elements
@@ -69,7 +69,7 @@ def test_gather_and_scatter_of_one_rank():
     found = [torch.zeros_like(shard) for shard in shards]
 
     def write(run, values):
-        found[run.parameter][run.local : run.local + run.count] = values
+        found[run.parameter][run.local : run.local + run.length] = values
 
     read = np.arange(total, dtype="f4")
     streams.scatter(lambda begin, end: read[begin:end], write, np.dtype("f4"), 11)

@@ -40,8 +40,13 @@ def resident(field: str) -> int:
 class Phases:
     """Peaks of the resident memory in each phase of a program, above its value at the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, reports: bool) -> None:
+        """Begin to measure.
+
+        :param reports: whether to print each peak at once
+        """
         gc.collect()
+        self._reports = reports
         self.start = resident("VmRSS")
         self.peaks: dict[str, int] = {}
         self._reset()
@@ -53,6 +58,8 @@ class Phases:
         """End a phase: add its peak to those of earlier phases of the same name."""
         peak = resident("VmHWM") - self.start
         self.peaks[name] = max(peak, self.peaks.get(name, 0))
+        if self._reports:
+            print(f"{name}: {peak / MEGA:.0f} MB", file=sys.stderr, flush=True)
         self._reset()
 
 
@@ -111,7 +118,7 @@ def train(options, world) -> str:
                     train_chunk(world, model, optimizer, chunk)
     del model, optimizer
     world.barrier()
-    phases = Phases()
+    phases = Phases(options.reports and world.rank == 0)
     layers = max(1, round(options.megabytes * MEGA / (4 * WIDTH * WIDTH)))
     model, optimizer = build(world, layers, WIDTH)
     phases.end("build")
@@ -166,6 +173,7 @@ def main() -> None:
     parser.add_argument("--folder", help="folder of the training; default: a new temporary one")
     parser.add_argument("--alone", action="store_true", help="train without join")
     parser.add_argument("--replay", action="store_true", help="repeat the training in --folder")
+    parser.add_argument("--reports", action="store_true", help="print each peak of rank 0 at once")
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
@@ -176,7 +184,8 @@ def main() -> None:
     folder = Path(options.folder or tempfile.mkdtemp(prefix="member-memory-"))
     passed = [f"--megabytes={options.megabytes}", f"--chunks={options.chunks}"]
     passed += [f"--folder={folder}/run" if not options.folder else f"--folder={folder}"]
-    passed += ["--alone"] * options.alone + ["--replay"] * options.replay + ["--as-rank"]
+    passed += ["--alone"] * options.alone + ["--replay"] * options.replay
+    passed += ["--reports"] * options.reports + ["--as-rank"]
     command = [*found_launcher(), "-n", str(options.ranks), sys.executable, __file__, *passed]
     # By default, glibc keeps freed blocks of up to 32 MB, such as layers that FSDP2 has gathered.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}

@@ -179,10 +179,10 @@ class ForkLog(ReplayLog):
             return chunks
         return chunks * (self.periods.fork if version in self.later else self.periods.recorded)
 
-    def check(self, version: Version, state: NodeState) -> None:
+    def check(self, version: Version, state: NodeState, equal: bool | None = None) -> None:
         """Compare a model with its record; if the fork changes the round, complete the record."""
         if version not in self.later or not self.is_changed:
-            super().check(version, state)
+            super().check(version, state, equal)
             return
         index = int(state.numbers["index"])
         # A fork stores no models, so its record names no files of ranks either.
