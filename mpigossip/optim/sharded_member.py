@@ -1,12 +1,13 @@
 """Member of several ranks whose model FSDP2 shards: each rank has its own elements only.
 
 Publishing, averaging, starting and replaying a model go through files and windows of elements (see
-:mod:`mpigossip.optim.shard_streams`). Besides its shards of the parameters, gradients and the
+:mod:`mpigossip.engine.shard_streams`). Besides its shards of the parameters, gradients and the
 optimizer's state, a rank needs memory for a few windows.
 """
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -19,13 +20,13 @@ import numpy as np
 import torch
 
 from mpigossip.cluster.world import World
+from mpigossip.engine.shard_streams import Run, ShardStreams, flat_shard, stored_dtype
 from mpigossip.engine.sharded import empty_shard, fully_sharded, is_sharded, reshard
 from mpigossip.members.parts import Part
 from mpigossip.members.records import Round
 from mpigossip.members.streamed import PeerModel, StreamedExchange
 from mpigossip.mixing.combine import weighted_sum
 from mpigossip.optim.member import LoopMember
-from mpigossip.optim.shard_streams import Run, ShardStreams, flat_shard, stored_dtype
 from mpigossip.optim.state import read_optimizer, write_optimizer
 from mpigossip.runs.members.member import average
 from mpigossip.runs.members.replay import ReplayLog, wanted_of
@@ -372,7 +373,7 @@ class ShardedLoopMember(LoopMember):
 
         self._streams.scatter(read_or_skip, write, dtype, size)
         answers = self._world.broadcast(self._world.gather(problems[:1]))
-        for problem in (problem for found in answers for problem in found):
+        for problem in itertools.chain.from_iterable(answers):
             raise problem
 
 

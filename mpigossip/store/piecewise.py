@@ -272,14 +272,14 @@ class StoredModel:
     @property
     def small(self) -> dict[str, np.ndarray]:
         """Small arrays of the first open file by path, such as buffers."""
-        found = {}
+        arrays = {}
         large = {path for paths in self._large().values() for path in paths.values()}
         with reading(self._paths[0]):
             for name, item in self._files[0].items():
                 path = name.removeprefix("arrays/")
                 if path != name and path not in large and isinstance(item, h5py.Dataset):
-                    found[path] = item[()]
-        return found
+                    arrays[path] = item[()]
+        return arrays
 
     def _large(self) -> dict[str, dict[str, str]]:
         """Return the paths of the optimizer's arrays of the parameters' shapes.

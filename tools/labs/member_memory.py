@@ -55,7 +55,7 @@ class Phases:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
     def end(self, name: str) -> None:
-        """End a phase: add its peak to those of earlier phases of the same name."""
+        """End a phase, and keep the largest peak of all phases with this name."""
         peak = resident("VmHWM") - self.start
         self.peaks[name] = max(peak, self.peaks.get(name, 0))
         if self._reports:

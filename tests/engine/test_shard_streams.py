@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpigossip.optim.shard_streams import ShardStreams
+from mpigossip.engine.shard_streams import ShardStreams
 
 SHAPES = [(7, 3), (5,), (4, 6, 2), (1, 3), (2, 9)]
 DIMS = [0, 0, 1, 0, 1]
@@ -66,11 +66,11 @@ def test_gather_and_scatter_of_one_rank():
     expected = np.arange(total, dtype="f4")
     expected[21:26] = 0  # the parameter without a shard
     assert np.array_equal(flat, expected)
-    found = [torch.zeros_like(shard) for shard in shards]
+    targets = [torch.zeros_like(shard) for shard in shards]
 
     def write(run, values):
-        found[run.parameter][run.local : run.local + run.length] = values
+        targets[run.parameter][run.local : run.local + run.length] = values
 
     read = np.arange(total, dtype="f4")
     streams.scatter(lambda begin, end: read[begin:end], write, np.dtype("f4"), 11)
-    assert all(torch.equal(*pair) for pair in zip(found, shards, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(targets, shards, strict=True))
