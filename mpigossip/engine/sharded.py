@@ -49,20 +49,35 @@ def part_like(parameter: Any, full: Any) -> Any:
     """Return ``full`` as a DTensor that is sharded like ``parameter``.
 
     Its local shard is a copy of this rank's rows of ``full``, on the parameter's device. ``full``
-    is returned as it is if ``parameter`` is not sharded, or has another shape.
+    is returned as it is if it is sharded already, or if ``parameter`` is not sharded or has another
+    shape.
     """
-    if not is_sharded(parameter) or not torch.is_tensor(full) or full.shape != parameter.shape:
+    if not is_sharded(parameter) or not torch.is_tensor(full) or is_sharded(full):
+        return full
+    if full.shape != parameter.shape:
         return full
     mesh = parameter.device_mesh
     (placement,) = parameter.placements
-    begin, rows = _rows(parameter.shape[placement.dim], mesh.size(), mesh.get_local_rank())
+    begin, rows = row_range(parameter.shape[placement.dim], mesh.size(), mesh.get_local_rank())
     part = full.narrow(placement.dim, begin, rows).to(local_shard(parameter).device, copy=True)
     return type(parameter).from_local(
         part, mesh, (placement,), run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
 
 
-def _rows(count: int, slots: int, slot: int) -> tuple[int, int]:
+def empty_shard(parameter: Any, dtype: torch.dtype) -> Any:
+    """Return a new DTensor that is sharded like ``parameter``; its elements are not initialized."""
+    return type(parameter).from_local(
+        torch.empty_like(local_shard(parameter), dtype=dtype),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def row_range(count: int, slots: int, slot: int) -> tuple[int, int]:
     """Return the index of the first row in a slot's shard, and the number of its rows.
 
     :param count: number of rows of the parameter
@@ -224,7 +239,7 @@ def plan_layouts(model: nn.Module) -> Layouts:
 
 def _shard_shape(shape: Sequence[int], dim: int, slots: int, slot: int) -> tuple[int, ...]:
     """Return the shape of a slot's shard of a parameter that is sharded along ``dim``."""
-    return (*shape[:dim], _rows(shape[dim], slots, slot)[1], *shape[dim + 1 :])
+    return (*shape[:dim], row_range(shape[dim], slots, slot)[1], *shape[dim + 1 :])
 
 
 def fsdp_records(model: nn.Module) -> dict[int, Any]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,10 +19,10 @@ from mpigossip.members.outages import FolderUnreachable, cause
 from mpigossip.members.pace import peer_weight
 from mpigossip.members.parts import Part, cut, joined
 from mpigossip.members.place import KEEP, LEASES, NEWEST, Fenced, Place, TooFarBehind
-from mpigossip.members.records import Round, Shard
+from mpigossip.members.records import RecordStore, Round, Shard
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
-from mpigossip.store.manifest import Entry
+from mpigossip.store.manifest import MANIFEST, Entry, Number
 
 T = TypeVar("T")
 
@@ -112,7 +113,6 @@ def read_model(
     :param part: part of the model to return; only the files that contain elements of it are read.
         None: the whole model
     """
-    disk = place.disk
     shards = version.files
     wanted = [n for n in range(len(shards)) if part is None or part.needs(n, len(shards))]
     name = f"models/{version.file}"
@@ -127,17 +127,42 @@ def read_model(
             return states[0]
         return cut(joined(states), part, shards[wanted[0]].first)
     except (StoreError, OSError) as error:
-        missing = error if isinstance(error, FileNotFoundError) else error.__context__
-        if isinstance(missing, FileNotFoundError):
-            if failures is not None and disk.exists(name):
-                failures.append(missing)
-            return None
-        if failures is not None and cause(error) is not None:
-            failures.append(error)
-        else:
-            # The text after the semicolon is a remedy for checkpoints, which does not help here.
-            place.report_once(name, str(error).partition(";")[0])
+        note_unreadable(place, name, error, failures)
         return None
+
+
+def note_unreadable(
+    place: Place, name: str, error: Exception, failures: list[Exception] | None
+) -> None:
+    """Report that a file of a model is damaged, or add an error of the file system to a list.
+
+    A file that was removed is not reported.
+
+    :param place: place of the member that reads
+    :param name: name of the file in the folder
+    :param error: error that occurred when the file was read
+    :param failures: as for :func:`read_model`
+    """
+    missing = error if isinstance(error, FileNotFoundError) else error.__context__
+    if isinstance(missing, FileNotFoundError):
+        if failures is not None and place.disk.exists(name):
+            failures.append(missing)
+    elif failures is not None and cause(error) is not None:
+        failures.append(error)
+    else:
+        # The text after the semicolon is a remedy for checkpoints, which does not help here.
+        place.report_once(name, str(error).partition(";")[0])
+
+
+def check_owner(disk: RecordStore, shard: Shard) -> None:
+    """Raise StoreError if a model's file belongs to another user, in a folder that is not shared.
+
+    :param disk: folder of the training
+    :param shard: description of the file
+    """
+    owner = os.lstat(disk.path(f"models/{shard.file}")).st_uid
+    if not disk.shared and owner != os.getuid():
+        raise StoreError(f"it belongs to user {owner}; give --shared to use files of other users")
 
 
 def _read_shard(place: Place, version: Round, shard: Shard) -> NodeState:
@@ -149,9 +174,7 @@ def _read_shard(place: Place, version: Round, shard: Shard) -> NodeState:
     :raises StoreError: if the file is damaged, or belongs to another user or model
     """
     disk = place.disk
-    owner = os.lstat(disk.path(f"models/{shard.file}")).st_uid
-    if not disk.shared and owner != os.getuid():
-        raise StoreError(f"it belongs to user {owner}; give --shared to use files of other users")
+    check_owner(disk, shard)
     entry = Entry(version.place, shard.file, shard.bytes, shard.checksum, shard.parameters)
     state = checkpoint.read_state(disk.root / "models", entry, version.parameters, version.step)
     if digest(state) != shard.digest:
@@ -161,6 +184,72 @@ def _read_shard(place: Place, version: Round, shard: Shard) -> NodeState:
             "its parameters have other names or shapes than the parameters of this member's model"
         )
     return state
+
+
+def write_checkpoint(
+    disk: RecordStore,
+    folder: Path,
+    steps: int,
+    states: Sequence[NodeState],
+    job: str,
+    meta: dict[str, Number],
+) -> None:
+    """Write models as a checkpoint; other users can read it if the folder is shared.
+
+    :param disk: folder of the training as a record store
+    :param folder: path of the same folder
+    :param steps: number of steps of the whole training
+    :param states: the models, one for each node of the checkpoint
+    :param job: text of the job
+    :param meta: entries of the checkpoint's manifest
+    """
+
+    def write(temporary: Path) -> list[Entry]:
+        return [
+            checkpoint.write_node(
+                temporary, node, replace(state, numbers=final_numbers(state.numbers, steps))
+            )
+            for node, state in enumerate(states)
+        ]
+
+    commit_checkpoint(disk, folder, steps, write, job, meta)
+
+
+def final_numbers(numbers: dict[str, Number], steps: int) -> dict[str, Number]:
+    """Return the numbers of a model in the final checkpoint.
+
+    :param numbers: numbers of the model, as its member has published them
+    :param steps: number of steps of the whole training
+    """
+    local = min(steps, int(numbers["local_steps"]))
+    return numbers | {"index": steps, "bytes_sent": 0, "local_steps": local}
+
+
+def commit_checkpoint(
+    disk: RecordStore,
+    folder: Path,
+    steps: int,
+    write: Callable[[Path], list[Entry]],
+    job: str,
+    meta: dict[str, Number],
+) -> None:
+    """Begin a checkpoint, let its files be written, and give it its name.
+
+    :param disk: folder of the training as a record store
+    :param folder: path of the same folder
+    :param steps: number of steps of the whole training
+    :param write: function that writes the files into a folder, and returns their entries
+    :param job: text of the job
+    :param meta: entries of the checkpoint's manifest
+    """
+    disk.make("checkpoints")
+    temporary = checkpoint.begin(folder, steps)
+    disk.open_to_others(temporary)
+    entries = write(temporary)
+    for entry in entries:
+        disk.share(temporary / entry.file)
+    path = checkpoint.commit(temporary, folder, steps, entries, job, meta)
+    disk.share(path / MANIFEST)
 
 
 class OneRank:
@@ -208,6 +297,10 @@ class OneRank:
         """Return whether the flag of any rank is true; collective."""
         return flag
 
+    def waited_for(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which other ranks wait for this rank without a limit."""
+        return contextlib.nullcontext()
+
 
 class FolderExchange:
     """Exchange of a member with its peers, through the files of their models in the folder.
@@ -237,6 +330,8 @@ class FolderExchange:
         self.ranks = ranks or OneRank()
         self._read_states: dict[Round, NodeState] = {}
         """States that this rank has read in the present decision."""
+        self._last_models: list[tuple[int, NodeState]] = []
+        """For each of the last rounds, the age at which it began, and the model after it."""
         self.poll_s = poll_s
         self.promises = 1
         """Longest silence, in leases, that this member promises for its next stay."""
@@ -286,7 +381,11 @@ class FolderExchange:
                 failures += errors
         return self._read_states.get(version) if all(was_read for was_read, *_ in answers) else None
 
-    def _read_part(self, command: tuple[Round, bool]) -> tuple[bool, list[Exception], list[str]]:
+    def open_model(self, version: Round, failures: list[Exception] | None) -> Any:
+        """Return this rank's part of a model, or None, as :func:`read_model` does."""
+        return read_model(self.place, version, failures, self.ranks.part)
+
+    def _read_part(self, command: Any) -> Any:
         """Read the part of this rank.
 
         :param command: record of the round whose model is read, and whether to return errors of the
@@ -301,7 +400,7 @@ class FolderExchange:
             self.place.report = lines.append
         failures: list[Exception] | None = [] if keeps_failures else None
         try:
-            state = read_model(self.place, version, failures, self.ranks.part)
+            state = self.open_model(version, failures)
         finally:
             self.place.report = report
         if state is not None:
@@ -361,7 +460,7 @@ class FolderExchange:
             return inputs
 
         states = self.local_parts(self.decide(work))
-        self._last_models: list[tuple[int, NodeState]] = []
+        self._last_models = []
         return states
 
     def _current(
@@ -418,6 +517,40 @@ class FolderExchange:
                 return [*states], [*states.values()]
             versions = self.place.before(versions) or versions
         raise self._no_model(len(versions), failures)
+
+    def write_result(
+        self,
+        folder: Path,
+        steps: int,
+        versions: list[Round],
+        states: list[NodeState],
+        job: str,
+        meta: dict[str, Number],
+    ) -> None:
+        """Write the final checkpoint; only rank 0 calls this, in the ``work`` of a decision.
+
+        :param folder: folder of the training
+        :param steps: number of steps of the whole training
+        :param versions: records of the rounds whose models are the nodes of the checkpoint
+        :param states: these models, as :meth:`readable` has returned them
+        :param job: text of the job
+        :param meta: entries of the checkpoint's manifest
+        """
+        if self.ranks.part is not None:
+            read = (read_model(self.place, version) for version in versions)
+            states = [state for state in read if state is not None]
+        disk = self.place.disk
+        disk.retry(lambda: write_checkpoint(disk, folder, steps, states, job, meta), "checkpoints")
+
+    def stored(self, path: Path) -> list[NodeState]:
+        """Return this rank's parts of the models of a checkpoint.
+
+        :param path: folder of the checkpoint
+        """
+        manifest = checkpoint.read_manifest(path)
+        states = [checkpoint.read_node(path, node, manifest) for node in range(manifest.n)]
+        part = self.ranks.part
+        return states if part is None else [cut(state, part) for state in states]
 
     def readable(self, versions: list[Round], limit: int) -> tuple[list[Round], list[NodeState]]:
         """Return the first ``limit`` versions that can be read, and their models.
@@ -524,6 +657,18 @@ class FolderExchange:
 
         :raises Fenced: if other members have closed this place
         """
+        draft, claim = self._draft(int(state.numbers["index"]))
+        saved = replace(state, arrays={}, pieces={})
+        self._last_models = [*self._last_models[1 - KEEP :], (draft.began, saved)]
+        self._publish(draft, claim, lambda: self._shard(draft, state))
+        return sum(array.nbytes for array in state.stored().values())
+
+    def _draft(self, step: int) -> tuple[Round, int]:
+        """Wait until the previous round is published; return the record of the present round.
+
+        :param step: number of steps of the model
+        :return: the record, without its model; and the chunks that remain of the claim
+        """
         place = self.place
         if self.ranks.rank:
             self.written()
@@ -531,22 +676,36 @@ class FolderExchange:
         def prepare() -> tuple[Round, int]:
             self._measure_chunk()
             self.written()
-            return place.draft(int(state.numbers["index"])), place.remaining
+            return place.draft(step), place.remaining
 
-        draft, claim = self.decide(prepare)
-        saved = replace(state, arrays={}, pieces={})
-        self._last_models = [*self._last_models[1 - KEEP :], (draft.began, saved)]
+        return self.decide(prepare)
+
+    def _publish(
+        self, draft: Round, claim: int, shard: Callable[[], Shard | Exception | None]
+    ) -> None:
+        """Publish a round in the background, after the files of its model are written.
+
+        :param draft: record of the round, without its model
+        :param claim: number of chunks that remain of the claim
+        :param shard: function that returns the description of this rank's file, as :meth:`_shard`
+            does
+        """
+        place = self.place
 
         def work() -> None:
             if self.ranks.rank and self.ranks.part is None:
                 return
-            written = self.ranks.collect(self._shard(draft, state))
+            written = self.ranks.collect(shard())
             if self.ranks.rank:
                 return
             shards = [shard for shard in written if isinstance(shard, Shard)]
             for error in written:
                 if isinstance(error, Exception):
-                    raise error
+                    # Members that have closed a place remove its files, even unfinished ones.
+                    if not isinstance(cause(error), FileNotFoundError):
+                        raise error
+                    if not place.closed_by_others(draft):
+                        raise error
             if len(shards) < len(written):
                 place.fenced = True
                 return
@@ -563,7 +722,6 @@ class FolderExchange:
             )
 
         self._written = self._writer.submit(work)
-        return sum(array.nbytes for array in state.stored().values())
 
     def _shard(self, draft: Round, state: NodeState) -> Shard | Exception | None:
         """Write the part of this rank to a file; return the description of the file for the record.

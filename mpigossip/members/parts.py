@@ -17,6 +17,7 @@ import numpy as np
 from mpigossip.members.records import Shard
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
+from mpigossip.store.node_state import split_pieces
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ def joined(parts: Sequence[NodeState]) -> NodeState:
     for name in first.pieces:
         arrays[name] = np.concatenate([part.pieces[name] for part in parts])
     parameters = np.concatenate([part.parameters for part in parts])
-    return replace(first, parameters=parameters, arrays=arrays, pieces={}, slot=None)
+    state = replace(first, parameters=parameters, arrays=arrays, pieces={}, slot=None)
+    return replace(state, arrays=split_pieces(state))
 
 
 def parts_of(state: NodeState, shards: Sequence[Shard], slots: int) -> list[NodeState]:

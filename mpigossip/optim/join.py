@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import distributed, nn
 
@@ -18,271 +13,18 @@ from mpigossip.cluster.world import SingleProcess, World
 from mpigossip.config import Job, JobError
 from mpigossip.config.errors import UserError
 from mpigossip.config.readable import print_note
-from mpigossip.engine.sharded import fully_sharded, gather_full, local_shard, part_like, reshard
-from mpigossip.members.live import POLL_S, FolderExchange, StopRequested, layout
-from mpigossip.members.outages import FolderUnreachable
+from mpigossip.members.live import POLL_S, FolderExchange, layout
 from mpigossip.members.place import Place, TrainingPlan
 from mpigossip.members.records import RecordStore
-from mpigossip.mixing.combine import weighted_sum
+from mpigossip.members.streamed import StreamedExchange
 from mpigossip.optim import arguments, wrappers
 from mpigossip.optim.inner import check
-from mpigossip.optim.node import loop_text
-from mpigossip.optim.run_directory import check_names
-from mpigossip.optim.state import read_optimizer, write_optimizer
-from mpigossip.runs.members.join import LOOP, about, check_lease, job_of, ranks_fact, result
-from mpigossip.runs.members.member import average
+from mpigossip.optim.member import LoopMember
+from mpigossip.optim.sharded_member import ShardedLoopMember, part_of, streams_of
+from mpigossip.runs.members.join import LOOP, job_of
 from mpigossip.runs.members.ranks import SeveralRanks
-from mpigossip.runs.members.replay import ReplayLog, wanted_of
-from mpigossip.runs.recorder import FIGURE, environment
-from mpigossip.runs.snapshot_and_restore import plain, put_buffers
 from mpigossip.runs.stopper import Stopper, end_of_allocation
-from mpigossip.store.checkpoint import NodeState, Number
-from mpigossip.store.log import COLUMNS, MEMBER_COLUMNS, LogWriter
 from mpigossip.training.assemble import load
-
-T = TypeVar("T")
-
-
-class LoopMember:
-    """Iterator over the chunks of a member, which averages with another member after each chunk.
-
-    The average is x ← ½ (x + x_j) with the model x_j of the other member. If x_j belongs to an
-    earlier round, :func:`~mpigossip.members.live.correct_for_age` changes it first.
-
-    Iterating yields the numbers of the chunks, and publishes the model after each. The iteration
-    ends if all chunks are trained; then the model is their average (see ``finished``). It also ends
-    if this member is asked to leave: by a signal, the file STOP, or the end of the allocation. A
-    chunk that is not finished is trained by other members.
-    """
-
-    def __init__(
-        self,
-        live: FolderExchange,
-        folder: Path,
-        job: Job,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        replay: bool,
-        world: World,
-    ):
-        """Prepare to train with the arguments that `join` has checked; collective.
-
-        :param live: exchange with the other members
-        :param folder: folder of the training
-        :param job: job in the folder
-        :param model: model of this member
-        :param optimizer: optimizer of this member
-        :param replay: repeat recorded chunks instead of training
-        :param world: ranks of this member
-        """
-        self._world = world
-        self._live = live
-        self._folder = folder
-        self._chunks = self._repeat() if replay else self._train()
-        self._model = model
-        self._optimizer = optimizer
-        self._done = 0
-        self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._seed = self._capture()
-        self._figures = dict[str, float]()
-        # Members average after the local step.
-        gossip = replace(job.algorithm, name="dsgd", options={"style": "atc"})
-        self._job = loop_text(replace(job, algorithm=gossip), model, optimizer, self._trained)
-        self.finished = False
-        """True if all chunks of the training are trained."""
-        self.progress = 0
-        """Progress of this model's history, from 0 to chunks − 1: a learning rate may follow it."""
-
-    def close(self) -> None:
-        """Leave the training; other members train a chunk that was started but not finished."""
-        self._chunks.close()
-        self._live.close()
-
-    def __iter__(self) -> Iterator[int]:
-        return self._chunks
-
-    @property
-    def stopping(self) -> bool:
-        """True if this member was asked to leave; the iteration then ends at the next chunk.
-
-        If the member has several ranks, all of them have to read this attribute together.
-        """
-        return self._live.stopping()
-
-    def log(self, **figures: float | torch.Tensor) -> None:
-        """Add metrics of the chunk to the member's log; "loss" and "lr" are as in a job.
-
-        If the member has several ranks, the log contains the metrics of rank 0.
-        """
-        check_names(figures, ("step", "node", "steps", "evaluations", "summary"))
-        self._figures |= {
-            name: float(torch.as_tensor(value).detach()) for name, value in figures.items()
-        }
-
-    def _train(self) -> Generator[int]:
-        live = self._live
-        place = self._live.place
-        names = self._seed.names
-        shapes = self._seed.shapes
-        device = self._device
-        try:
-            while not live.ended():
-                if live.stopping():
-                    return
-                with live.stay():
-                    facts = about(names, shapes, [str(device)])
-                    states = live.begin(facts | ranks_fact(self._world.size))
-                    place.report(
-                        f"place {place.number} of {self._folder}: {place.plan.chunks:,} chunks "
-                        "for all members in total"
-                    )
-                    self._put(average(states or [self._seed]))
-                    live.decide(self._open_log)
-                    self._done = 0
-                    while (claimed := live.chunk()) is not None:
-                        chunk, progress = claimed
-                        self.progress = min(progress, place.plan.chunks - 1)
-                        began = time.perf_counter()
-                        peer = place.peer
-                        number = place.round
-                        yield chunk
-                        self._done += 1
-                        self._figures |= {
-                            "compute_s": time.perf_counter() - began,
-                            "chunk": chunk,
-                            "round": number,
-                            "time": time.time(),
-                            "history": place.age,
-                            "peer": peer.place if peer else np.nan,
-                        }
-                        live.decide(self._append_row)
-                        self._exchange()
-                        if self._done == 2:
-                            live.decide(self._check_lease)
-                        if live.stopping():
-                            raise StopRequested
-            meta: dict[str, Number] = {"slots": 1, "door": "loop"}
-            states = result(live, self._folder, place.plan.chunks, self._job, meta)
-        except StopRequested:
-            return
-        except FolderUnreachable as error:
-            # The program then exits with code 75, as if it had been asked to leave.
-            place.report(str(error))
-            return
-        self._put(average(states))
-        self.finished = True
-
-    def _repeat(self) -> Generator[int]:
-        replay_log = ReplayLog(self._live.place, ranks=self._world.size)
-        for version in replay_log.repeating(wanted_of(replay_log, None, None)):
-            models, peer, progress = replay_log.take_inputs(version)
-            self._put(average(models or [self._seed]))
-            if version.round > 1:
-                self._average_with(models[0], peer)
-            self.progress = min(progress, self._live.place.plan.chunks - 1)
-            yield replay_log.round(version).chunk
-            replay_log.check(version, self._capture())
-        self.finished = bool(replay_log.end)
-        if self.finished:
-            self._put(average([replay_log.models[key] for key in replay_log.end]))
-        self._live.place.report(replay_log.summary())
-
-    def _exchange(self) -> None:
-        """Publish the model, and average it with another member's model, if there is one."""
-        state = self._capture()
-        self._live.send(state)
-        self._average_with(state, self._live.receive())
-
-    def _average_with(self, state: NodeState, other: NodeState | None) -> None:
-        if other is not None:
-            rows = [torch.from_numpy(s.parameters).reshape(1, -1) for s in (state, other)]
-            self._put_parameters(weighted_sum((0.5, 0.5), rows, torch.empty_like(rows[0]))[0])
-
-    # -- the model as arrays ----------------------------------------------------------------------
-
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self._trained.values())).device
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        stored = self._model.state_dict(keep_vars=True)
-        return {name: buffer for name, buffer in self._model.named_buffers() if name in stored}
-
-    def _capture(self) -> NodeState:
-        """Return the whole model with the state of the optimizer; collective.
-
-        All ranks take over the buffers of rank 0.
-        """
-        arrays = {f"buffers/0/{name}": plain(b).copy() for name, b in self._buffers().items()}
-        arrays = self._world.broadcast(arrays)
-        text = write_optimizer(self._optimizer, self._model, arrays)
-        values = [plain(gather_full(p.detach()).float()).ravel() for p in self._trained.values()]
-        shapes = tuple(tuple(p.shape) for p in self._trained.values())
-        numbers: dict[str, Number] = {"index": self._done, "local_steps": self._done, "torch": text}
-        state = NodeState(np.concatenate(values), tuple(self._trained), shapes, arrays, numbers)
-        if self._world.rank:
-            put_buffers({0: self._buffers()}, state)
-        return state
-
-    def _put(self, state: NodeState) -> None:
-        """Restore a model with its buffers and the optimizer's state; ranks take their shards."""
-        self._put_parameters(torch.from_numpy(state.parameters))
-        put_buffers({0: self._buffers()}, state)
-        saved, _ = read_optimizer(
-            self._optimizer, self._model, str(state.numbers["torch"]), state.arrays
-        )
-        # keep the learning rates and settings of this program
-        now = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": saved["state"], "param_groups": now})
-
-    @torch.no_grad()
-    def _put_parameters(self, values: torch.Tensor) -> None:
-        reshard(fully_sharded(self._model))
-        parts = values.split([p.numel() for p in self._trained.values()])
-        for p, part in zip(self._trained.values(), parts, strict=True):
-            local_shard(p).copy_(local_shard(part_like(p, part.view(p.shape))))
-
-    # -- its log ----------------------------------------------------------------------------------
-
-    def _open_log(self) -> None:
-        self._live.place.disk.make("logs")
-        self._writer = self._retry(self._new_writer)
-
-    def _append_row(self) -> None:
-        writer = self._writer
-        self._retry(partial(writer.append, self._row(writer)))
-
-    def _check_lease(self) -> None:
-        check_lease(self._live.place.plan.lease_s, self._live.round_seconds())
-
-    def _new_writer(self) -> LogWriter:
-        folder = self._folder / "logs" / f"{self._live.place.number:06d}"
-        # Do not create the folders above it, which are missing if the file system is unmounted.
-        folder.mkdir(exist_ok=True)
-        return LogWriter(
-            folder / "log.h5",
-            nodes=1,
-            job=self._job,
-            columns=COLUMNS | MEMBER_COLUMNS,
-            environment=environment(),
-        )
-
-    def _row(self, writer: LogWriter) -> dict[str, np.ndarray]:
-        """Return the log's row of the chunk, after adding missing columns to the log."""
-        figures = self._figures
-        self._figures = {}
-        new = {name: FIGURE for name in figures if name not in writer.columns}
-        self._retry(lambda: writer.widen(new))
-        return {
-            name: np.full((1, 1), figures.get(name, column.unknown))
-            for name, column in writer.columns.items()
-        }
-
-    def _retry(self, write: Callable[[], T]) -> T:
-        """Write to the log; try again if the file system of the folder fails."""
-        disk = self._live.place.disk
-        number = self._live.place.number
-        return disk.retry(write, f"logs/{number:06d}/log.h5")
 
 
 @contextmanager
@@ -333,8 +75,8 @@ def join(
         number and ``progress`` only. A member of several ranks is repeated on equally many
     :param world: result of ``mpigossip.world(ranks_per_node="host")``, whose ranks are one member
         on one host. The model must be in DDP over ``world.node_group()``, or sharded by
-        ``fully_shard(model, mesh=world.node_mesh())``. The whole model is gathered on each rank to
-        publish it. None: this process is the member
+        ``fully_shard(model, mesh=world.node_mesh())``; each rank then writes and reads its own
+        elements, and never holds the whole model. None: this process is the member
     :raises FolderUnreachable: if the folder's file system fails for more than ten seconds before
         the loop. Inside the loop, the limit is the lease, and the loop ends instead with
         ``finished`` false: exit with code 75, so that a batch script requeues the job
@@ -357,10 +99,20 @@ def join(
     job = world.broadcast(job)
     plan = TrainingPlan(chunks, max(1, min(16, chunks // 64)), lease_s)
     place = Place(disk, plan, report=(lambda line: None) if world.rank else print_note)
-    ranks = SeveralRanks(world, None) if world.size > 1 else None
+    streams = streams_of(world, inner)
+    part = None if streams is None else part_of(streams, world)
+    ranks = SeveralRanks(world, part) if world.size > 1 else None
     with Stopper(world, folder, end_of_allocation(wall_clock_s)) as stopper:
-        live = FolderExchange(place, stopper.due, poll_s, ranks)
-        with closing(LoopMember(live, folder, job, inner, optimizer, replay, world)) as member:
+        member: LoopMember
+        if streams is None:
+            live = FolderExchange(place, stopper.due, poll_s, ranks)
+            member = LoopMember(live, folder, job, inner, optimizer, replay, world)
+        else:
+            live = StreamedExchange(place, stopper.due, poll_s, ranks)
+            member = ShardedLoopMember(
+                live, folder, job, inner, optimizer, replay, world, streams=streams
+            )
+        with closing(member):
             yield member
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.config.readable import pluralize
-from mpigossip.engine.sharded import gather_full, part_like
+from mpigossip.engine.sharded import gather_full, is_sharded, part_like
 from mpigossip.mixing.base import Mixer
 from mpigossip.optim.inner import optimizer_name
 from mpigossip.runs.snapshot_and_restore import plain
@@ -35,7 +35,10 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def write_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, arrays: dict[str, np.ndarray] | None
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    arrays: dict[str, np.ndarray] | None,
+    shards: dict[str, dict[str, Any]] | None = None,
 ) -> str:
     """Return the optimizer's state as JSON, and put its tensors into ``arrays``.
 
@@ -44,6 +47,9 @@ def write_optimizer(
     :param optimizer: the torch optimizer
     :param model: its model, for the names of parameters
     :param arrays: dict that the tensors are added to; None: they are dropped
+    :param shards: dict that tensors which are sharded like their parameters are added to instead of
+        being gathered, by the key of the state and the name of the parameter; None: all are
+        gathered
     """
     state = optimizer.state_dict()
     names = _names(optimizer, model)
@@ -53,11 +59,33 @@ def write_optimizer(
     ]
     flat = [name for group in names for name in group]
     states: dict[str, Any] = {}
+    parameters = dict(model.named_parameters()) if shards is not None else {}
     for k, values in state["state"].items():
-        full = {key: gather_full(value) for key, value in values.items()}
-        states[flat[k]] = packed(full, f"torch/{flat[k]}", {} if arrays is None else arrays)
+        name = flat[k]
+        sharded = {key for key, v in values.items() if _is_sharded_like(v, parameters.get(name))}
+        # An empty tensor stands for a shard, so that the text is the same as for a full tensor.
+        full = {
+            key: torch.empty(0, dtype=value.dtype) if key in sharded else gather_full(value)
+            for key, value in values.items()
+        }
+        target = {} if arrays is None else arrays
+        states[name] = packed(full, f"torch/{name}", target)
+        for key in sharded if shards is not None else ():
+            path = states[name][key]["#tensor"]
+            del target[path]
+            shards.setdefault(path.removeprefix(f"torch/{name}/"), {})[name] = values[key]
     saved = packed(groups, "torch/#groups", {} if arrays is None else arrays)
     return json.dumps({"optimizer": optimizer_name(optimizer), "groups": saved, "state": states})
+
+
+def _is_sharded_like(value: Any, parameter: Any) -> bool:
+    """Return whether a tensor of an optimizer's state is sharded like its parameter."""
+    return (
+        is_sharded(parameter)
+        and is_sharded(value)
+        and value.shape == parameter.shape
+        and tuple(value.placements) == tuple(parameter.placements)
+    )
 
 
 def read_optimizer(
@@ -68,7 +96,7 @@ def read_optimizer(
     :param optimizer: the torch optimizer
     :param model: its model, for the names of parameters
     :param text: result of :func:`write_optimizer`
-    :param arrays: tensors of that state
+    :param arrays: tensors of that state; a DTensor is used as it is
     :raises StoreError: if the parameter groups have other parameters
     """
     saved = json.loads(text)
@@ -375,7 +403,10 @@ def unpacked(saved: Any, arrays: Arrays) -> Any:
     if not isinstance(saved, dict):
         return saved
     if "#tensor" in saved:
-        return torch.from_numpy(np.array(arrays[saved["#tensor"]])).to(TYPES[saved["type"]])
+        value: Any = arrays[saved["#tensor"]]
+        if isinstance(value, torch.Tensor):
+            return value
+        return torch.from_numpy(np.array(value)).to(TYPES[saved["type"]])
     if "#items" in saved:
         return {unpacked(key, arrays): unpacked(item, arrays) for key, item in saved["#items"]}
     if "#tuple" in saved:

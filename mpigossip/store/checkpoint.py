@@ -20,6 +20,7 @@ import math
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -345,7 +346,8 @@ def _joined(parts: Sequence[NodeState]) -> NodeState:
     for name in first.pieces:
         arrays[name] = np.concatenate([part.pieces[name] for part in parts])
     parameters = np.concatenate([part.parameters for part in parts])
-    return NodeState(parameters, first.names, first.shapes, arrays, first.numbers)
+    state = NodeState(parameters, first.names, first.shapes, arrays, first.numbers)
+    return replace(state, arrays=node_state.split_pieces(state))
 
 
 def digest(path: Path) -> str:

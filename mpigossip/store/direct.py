@@ -54,12 +54,23 @@ def reserve(group: h5py.Group, name: str, array: np.ndarray) -> PendingWrite:
     :return: bytes and offset, to be passed to :func:`fill` when the file is closed
     """
     flat = np.ascontiguousarray(array)
+    data = allocate(group, name, flat.shape, flat.dtype)
+    return PendingWrite(data.id.get_offset(), flat.reshape(-1).view(np.uint8).data)
+
+
+def allocate(group: h5py.Group, name: str, shape: tuple[int, ...], dtype: np.dtype) -> h5py.Dataset:
+    """Create a contiguous dataset whose space in the file is reserved, but not written.
+
+    :param group: group of the new dataset
+    :param name: name of the new dataset
+    :param shape: shape of the dataset
+    :param dtype: type of its elements
+    """
     creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     creation.set_layout(h5py.h5d.CONTIGUOUS)
     creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    data = group.create_dataset(name, shape=flat.shape, dtype=flat.dtype, dcpl=creation)
-    return PendingWrite(data.id.get_offset(), flat.reshape(-1).view(np.uint8).data)
+    return group.create_dataset(name, shape=shape, dtype=dtype, dcpl=creation)
 
 
 def fill(path: Path, parts: Sequence[PendingWrite]) -> str:

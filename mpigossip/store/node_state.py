@@ -1,5 +1,6 @@
 """State of a node in a checkpoint, its table of parameters, and averages of states."""
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from mpigossip.store.manifest import Number
 
 DIMENSIONS = 32
 """Largest number of dimensions of a parameter."""
-FINITE = ("parameters", "arrays/state/", "arrays/torch/", "pieces/state/")
+FINITE = ("parameters", "arrays/state/", "arrays/torch/", "pieces/state/", "pieces/torch/")
 """Prefixes of the datasets that must be finite, in addition to `NORMS`. Other buffers can be masks
 with −∞, and a user's own state can have any value.
 """
@@ -22,6 +23,10 @@ NORMS = ("running_mean", "running_var")
 LOOSE = ("torch/", "own/", "rng/")
 """Prefixes of arrays of a custom loop that may be missing on some nodes, because an optimizer has
 no state for parameters that its node never used.
+"""
+STATE_PIECES = "pieces/torch/"
+"""Prefix of the arrays with one key of a torch optimizer's state for all parameters, one after the
+other, of which each rank of a member writes a part.
 """
 
 
@@ -56,7 +61,7 @@ class NodeState:
     def not_finite(self) -> str:
         """Return a text on the first array with NaN or infinite values; "" if all are finite."""
         for name, array in self.stored().items():
-            if array.dtype.kind != "f" or not (name.startswith(FINITE) or name.endswith(NORMS)):
+            if not must_be_finite(name, array.dtype):
                 continue
             with np.errstate(all="ignore"):
                 # Test the sum first, which needs one pass. It may overflow, so look at the
@@ -75,6 +80,56 @@ class NodeState:
             return f" of slot {self.slot}"
         ends = np.cumsum([math.prod(shape) for shape in self.shapes])
         return f", the first in {self.names[np.searchsorted(ends, index, side='right')]}"
+
+
+def must_be_finite(name: str, dtype: np.dtype) -> bool:
+    """Return whether an array must not have NaN or infinite values.
+
+    :param name: path of the array in the file
+    :param dtype: type of its elements
+    """
+    return dtype.kind == "f" and (name.startswith(FINITE) or name.endswith(NORMS))
+
+
+def state_keys(numbers: Mapping[str, Number]) -> list[tuple[str, str]]:
+    """Return the name of the parameter and the key of each tensor of a torch optimizer's state.
+
+    :param numbers: numbers of a file; "torch" is the text that
+        :func:`mpigossip.optim.state.write_optimizer` returns
+    :raises ValueError: if that text is not as expected
+    """
+    states = json.loads(str(numbers.get("torch", "{}"))).get("state", {})
+    paths = [
+        (name, value["#tensor"])
+        for name, values in states.items()
+        for value in values.values()
+        if isinstance(value, dict) and "#tensor" in value
+    ]
+    return [(name, path.removeprefix(f"torch/{name}/")) for name, path in paths]
+
+
+def split_pieces(state: NodeState) -> dict[str, np.ndarray]:
+    """Return the arrays of a whole model, with a separate optimizer state for each parameter.
+
+    :param state: whole model, which was joined from the parts of several ranks
+    """
+    arrays = dict(state.arrays)
+    groups = {name: array for name, array in arrays.items() if name.count("/") == 1}
+    joined = {name: array for name, array in groups.items() if name.startswith("torch/")}
+    if not joined:
+        return arrays
+    for name in joined:
+        del arrays[name]
+    ends = [0, *accumulate(map(math.prod, state.shapes))]
+    ranges = {
+        name: (begin, end, shape)
+        for name, begin, end, shape in zip(state.names, ends, ends[1:], state.shapes, strict=False)
+    }
+    for name, key in state_keys(state.numbers):
+        if f"torch/{key}" in joined and f"torch/{name}/{key}" not in arrays and name in ranges:
+            begin, end, shape = ranges[name]
+            arrays[f"torch/{name}/{key}"] = joined[f"torch/{key}"][begin:end].reshape(shape)
+    return arrays
 
 
 def table(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> np.ndarray:

@@ -93,8 +93,11 @@ def write(
 ) -> list[Path]:
     """Write a model as one file or, if it is larger than ``most``, as several files with an index.
 
-    Each file is written under a temporary name first; the index is written last. Afterwards, files
-    of an earlier export with the same name are removed, because readers would mix them.
+    Each file is written under a temporary name first. If there are several, the index and files of
+    an earlier export with their names are removed when all are written, then the new files get
+    their names, and the index is the last. A reader therefore never finds files of two exports
+    under these names, even if the export is interrupted. Afterwards, other files of an earlier
+    export with the same name are removed.
 
     :param out: path that ends in ".safetensors". The names of several files are made from it
     :param tensors: tensors to write
@@ -104,7 +107,8 @@ def write(
     :return: paths of the files, and of the index if there are several
     :raises StoreError: if a safetensors file can't contain the dtype of a tensor, or if a file of
         another program would have to be removed; or if reading or writing a tensor fails. No file
-        is changed then. If a file can't be renamed in the end, those that were renamed before stay
+        is changed then. If a file can't be renamed in the end, those that were renamed before stay,
+        without an index
     """
     for tensor in tensors:
         if tensor.dtype not in SIZES:
@@ -133,10 +137,13 @@ def write(
             file.write_text(_index(paths, groups), encoding="utf-8")
         for path, group in zip(paths, groups, strict=True):
             write_file(stack.enter_context(replacing(path)), group, metadata)
-    for path in outdated:
-        path.unlink(missing_ok=True)
+        if not single:
+            for path in (index, *paths):
+                path.unlink(missing_ok=True)
     if single:
         index.unlink(missing_ok=True)
+    for path in outdated:
+        path.unlink(missing_ok=True)
     return paths if single else [*paths, index]
 
 

@@ -1,10 +1,12 @@
 """Program that is a member: of several ranks, with DDP or FSDP2, or of one process.
 
-python -m tests.optim.in_member FOLDER ddp|fsdp|plain [replay]
+python -m tests.optim.in_member FOLDER ddp|fsdp|plain [replay] [CHUNKS]
+python -m tests.optim.in_member FOLDER large
 """
 
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -25,7 +27,44 @@ def wrapped(model, kind, world):
     return model
 
 
-def train(folder, kind, world, replay):
+def peak(field):
+    """Return a value of /proc/self/status in bytes, such as "VmHWM"."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
+
+
+def train_large(folder, world):
+    """Train on a model of 40 MB, and print by how much the memory grew in exchanges, in bytes.
+
+    Each measurement begins after the step of a chunk, so that gradients and the optimizer's state
+    exist already.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(1000, 1000, bias=False) for _ in range(10)])
+    for module in (*model, model):
+        fully_shard(module, mesh=world.node_mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    limit = grown = 0
+    with mpigossip.join(
+        folder, model, optimizer, chunks=4, lease_s=600.0, poll_s=0.1, world=world
+    ) as member:
+        for chunk in member:
+            if limit:  # the exchange after a chunk is over
+                grown = max(grown, peak("VmHWM") - limit)
+            optimizer.zero_grad()
+            model(torch.full((1, 1000), chunk / 10)).square().mean().backward()
+            optimizer.step()
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            limit = peak("VmRSS")
+    grown = max(grown, peak("VmHWM") - limit)  # reading of the final models, and the checkpoint
+    sys.stdout.write(f"rank {world.rank}: finished {member.finished}, grown {grown}\n")
+    sys.stdout.flush()
+
+
+def train(folder, kind, world, replay, chunks):
     torch.manual_seed(0)
     # The 7 rows of a matrix can't be divided equally among 2 ranks.
     model = wrapped(nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 1)), kind, world)
@@ -33,7 +72,7 @@ def train(folder, kind, world, replay):
     more = {} if world is None else {"world": world}
     rank, size = (0, 1) if world is None else (world.rank, world.size)
     with mpigossip.join(
-        folder, model, optimizer, chunks=CHUNKS, lease_s=20.0, poll_s=0.1, replay=replay, **more
+        folder, model, optimizer, chunks=chunks, lease_s=20.0, poll_s=0.1, replay=replay, **more
     ) as member:
         for chunk in member:
             inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(chunk))[rank::size]
@@ -43,7 +82,7 @@ def train(folder, kind, world, replay):
                 loss.backward()
                 optimizer.step()
             member.log(loss=loss)
-            time.sleep(0 if replay else 0.2)
+            time.sleep(0 if replay or chunks < CHUNKS else 0.2)
     full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     total = torch.cat([p.detach().ravel() for p in full]).double().sum().item()
     # Write the line by one call, because several ranks write to the same output.
@@ -51,12 +90,17 @@ def train(folder, kind, world, replay):
     sys.stdout.flush()
 
 
-def main(folder, kind, replay=""):
+def main(folder, kind, *more):
+    replay = "replay" in more
+    chunks = next((int(word) for word in more if word.isdigit()), CHUNKS)
     if kind == "plain":
-        train(folder, kind, None, bool(replay))
+        train(folder, kind, None, replay, chunks)
         return
     with mpigossip.world(ranks_per_node="host") as world:
-        train(folder, kind, world, bool(replay))
+        if kind == "large":
+            train_large(folder, world)
+            return
+        train(folder, kind, world, replay, chunks)
 
 
 if __name__ == "__main__":

@@ -42,9 +42,10 @@ def test_two_members_of_two_ranks_and_their_replay(tmp_path, kind):
     assert "ranks 2, here 1" in alone.stderr
 
 
-def test_a_killed_rank_ends_its_member_and_members_of_4_and_1_ranks_go_on(tmp_path):
+@pytest.mark.parametrize("kind", some(["fsdp", "ddp"], ["fsdp"]))
+def test_a_killed_rank_ends_its_member_and_members_of_4_and_1_ranks_go_on(tmp_path, kind):
     folder = tmp_path / "run"
-    first = Launch(2, program(folder, "ddp"))
+    first = Launch(2, program(folder, kind))
     until((folder / "chain/000000/000002").exists, 90, "the first member")
     os.kill(first.ranks()[1], signal.SIGKILL)
     assert first.finish(60).returncode != 0
@@ -53,6 +54,16 @@ def test_a_killed_rank_ends_its_member_and_members_of_4_and_1_ranks_go_on(tmp_pa
     assert len(results) == 5 and len(set(results)) == 1
     once = chunks_of(folder, TrainingPlan(in_member.CHUNKS, 1, 20.0))
     assert once == dict.fromkeys(range(in_member.CHUNKS), 1)
+    # After the end, the models are read from the checkpoint.
+    late = mpirun(3, program(folder, "fsdp"), 90, warm=False)
+    assert sums(late) == results[:1] * 3
+
+
+def test_ranks_of_a_sharded_member_never_hold_the_whole_model(tmp_path):
+    launches = [Launch(2, program(tmp_path / "run", "large")) for _ in range(2)]
+    grown = [int(value) for one in launches for value in sums(one.finish(200))]
+    # The model has 40 MB, and a shard has 20 MB.
+    assert len(grown) == 4 and max(grown) < 20e6, grown
 
 
 def test_ranks_that_are_several_nodes_are_rejected(tmp_path):

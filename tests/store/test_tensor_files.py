@@ -2,6 +2,7 @@
 
 import errno
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -101,6 +102,27 @@ def test_a_failure_changes_no_file(tmp_path):
     with pytest.raises(StoreError, match="damaged"):
         write(out, [good, Tensor("b", "F32", (10,), fail)], ABOUT, 40)
     assert [*tmp_path.iterdir()] == [out] and out.read_bytes() == before
+
+
+def test_an_interrupted_export_leaves_no_files_of_two_exports(tmp_path, monkeypatch):
+    out = tmp_path / "model.safetensors"
+    old = [of_array(f"t{k}", np.full(4, k, "f4")) for k in range(3)]
+    assert len(write(out, old, {"job": "", "step": "1"}, 16)) == 4
+    renamed = []
+    rename = Path.replace
+
+    def fails_later(path, target):
+        if len(renamed) == 1:
+            raise OSError("the process is interrupted here")
+        renamed.append(target)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "replace", fails_later)
+    new = [of_array(f"t{k}", np.full(4, 10 + k, "f4")) for k in range(3)]
+    with pytest.raises(StoreError):
+        write(out, new, {"job": "", "step": "2"}, 16)
+    assert len(renamed) == 1
+    assert [path.name for path in tmp_path.iterdir()] == [renamed[0].name]  # new, without an index
 
 
 def test_a_dtype_that_the_format_lacks_is_rejected(tmp_path):

@@ -15,7 +15,7 @@ from mpigossip import config
 from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import aligned, pluralize, print_note
-from mpigossip.members.live import digest
+from mpigossip.members.live import digest, write_checkpoint
 from mpigossip.members.place import BEHIND, FOLDERS, Place, record_name
 from mpigossip.members.records import End, Record, RecordStore, Version
 from mpigossip.runs.members.fork_schedule import (
@@ -24,7 +24,7 @@ from mpigossip.runs.members.fork_schedule import (
     recorded_turns,
     rescaled_turns,
 )
-from mpigossip.runs.members.join import FORMAT, JOB, plan_of, write_checkpoint
+from mpigossip.runs.members.join import FORMAT, JOB, plan_of
 from mpigossip.runs.members.member import Member
 from mpigossip.runs.members.ranks import for_ranks
 from mpigossip.runs.members.replay import FORK, ReplayLog, repeat_round, training_in
@@ -179,10 +179,10 @@ class ForkLog(ReplayLog):
             return chunks
         return chunks * (self.periods.fork if version in self.later else self.periods.recorded)
 
-    def check(self, version: Version, state: NodeState) -> None:
+    def check(self, version: Version, state: NodeState, equal: bool | None = None) -> None:
         """Compare a model with its record; if the fork changes the round, complete the record."""
         if version not in self.later or not self.is_changed:
-            super().check(version, state)
+            super().check(version, state, equal)
             return
         index = int(state.numbers["index"])
         # A fork stores no models, so its record names no files of ranks either.
@@ -224,6 +224,8 @@ class Setting:
         self.assemblies = [first]
         self.recorded = self.member = Member(first)
         self.plan = plan_of(first)
+        self.behind = BEHIND * self.plan.longest
+        """Largest difference in age between two models that the fork averages."""
         self.periods: Periods | None = None
         self.graph: str | None = None
         self.is_changed = self.job != recorded
@@ -231,7 +233,9 @@ class Setting:
             second = assemble(self.job, world, 1)
             self.assemblies.append(second)
             period = Periods(self.recorded.steps, Member(second).steps)
-            has_unequal_rounds = self.plan.longest > 1 and plan_of(second).longest == 1
+            longest = plan_of(second).longest
+            self.behind = BEHIND * longest
+            has_unequal_rounds = self.plan.longest > 1 and longest == 1
             if period.fork == period.recorded and not has_unequal_rounds:
                 self.member = Member(second)
             else:
@@ -245,7 +249,7 @@ class Setting:
         log = ForkLog(
             Place(disk, self.plan, report=print_note),
             cut,
-            Change(without, self.graph, self.job.run.seed, BEHIND * self.plan.longest),
+            Change(without, self.graph, self.job.run.seed, self.behind),
             self.periods,
             self.is_changed or without is not None,
             self.assemblies[0].engine.group.slots,

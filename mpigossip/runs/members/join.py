@@ -22,9 +22,8 @@ from mpigossip.config.errors import UserError
 from mpigossip.config.readable import print_note
 from mpigossip.engine.measurements import StepMetrics
 from mpigossip.members.folder_rate import describe_slow_folder, seconds_per_round
-from mpigossip.members.live import POLL_S, FolderExchange, StopRequested, layout, read_model
+from mpigossip.members.live import POLL_S, FolderExchange, StopRequested, layout
 from mpigossip.members.outages import FolderUnreachable
-from mpigossip.members.parts import cut
 from mpigossip.members.place import (
     FOLDERS,
     ROUNDS_PER_LEASE,
@@ -42,7 +41,7 @@ from mpigossip.runs.start_and_resume import differing
 from mpigossip.runs.stopper import Stopper, end_of_allocation
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.checkpoint import NodeState
-from mpigossip.store.manifest import MANIFEST, Number
+from mpigossip.store.manifest import Number
 from mpigossip.training import shape
 from mpigossip.training.assemble import Assembly, assemble, load
 from mpigossip.training.evaluate import Evaluation, evaluate
@@ -397,11 +396,9 @@ def result(
     :param job: text of the job, for the manifest of the checkpoint
     :param facts: further entries of the manifest
     """
-    part = live.ranks.part
     outcome = live.decide(lambda: _read_or_write(live, folder, steps, job, facts))
     if isinstance(outcome, Path):
-        states = live.place.disk.retry(lambda: _stored(outcome), "checkpoints")
-        return states if part is None else [cut(state, part) for state in states]
+        return live.place.disk.retry(lambda: live.stored(outcome), "checkpoints")
     return live.local_parts(outcome)
 
 
@@ -431,48 +428,10 @@ def _read_or_write(
             "copy it back and start this member again"
         )
     if end.place == place.number or (place.number < 0 and _given_up(live, folder)):
-        if live.ranks.part is not None:
-            states = [state for r in read if (state := read_model(place, r)) is not None]
-        n = len(states)
+        n = len(read)
         meta = {"nodes": n, "asked": n, "lost": "", "lost_at": 0, **facts}
-        disk.retry(lambda: write_checkpoint(disk, folder, steps, states, job, meta), "checkpoints")
+        live.write_result(folder, steps, read, states, job, meta)
     return read
-
-
-def _stored(path: Path) -> list[NodeState]:
-    """Return the models of a checkpoint."""
-    manifest = checkpoint.read_manifest(path)
-    return [checkpoint.read_node(path, node, manifest) for node in range(manifest.n)]
-
-
-def write_checkpoint(
-    disk: RecordStore,
-    folder: Path,
-    steps: int,
-    states: list[NodeState],
-    job: str,
-    meta: dict[str, Number],
-) -> None:
-    """Write models as a checkpoint; other users can read it if the folder is shared.
-
-    :param disk: folder of the training as a record store
-    :param folder: path of the same folder
-    :param steps: number of steps of the whole training
-    :param states: the models, one for each node of the checkpoint
-    :param job: text of the job
-    :param meta: entries of the checkpoint's manifest
-    """
-    disk.make("checkpoints")
-    temporary = checkpoint.begin(folder, steps)
-    entries = []
-    disk.open_to_others(temporary)
-    for node, state in enumerate(states):
-        local = min(steps, int(state.numbers["local_steps"]))
-        numbers = state.numbers | {"index": steps, "bytes_sent": 0, "local_steps": local}
-        entries.append(checkpoint.write_node(temporary, node, replace(state, numbers=numbers)))
-        disk.share(temporary / entries[-1].file)
-    path = checkpoint.commit(temporary, folder, steps, entries, job, meta)
-    disk.share(path / MANIFEST)
 
 
 def _given_up(live: FolderExchange, folder: Path) -> bool:

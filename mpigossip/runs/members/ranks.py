@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -123,6 +123,9 @@ class SeveralRanks(OneRank):
 
     def agree(self, flag: bool) -> bool:
         return bool(self._world.agree(flag))
+
+    def waited_for(self) -> AbstractContextManager[None]:
+        return paused()
 
 
 def world_of(job: Job) -> World:

@@ -66,8 +66,9 @@ class ReplayLog:
         """First record of each place."""
         self.rounds: dict[Version, Round | None] = {}
         """All rounds; None: the record is unusable."""
-        self.models: dict[Version, NodeState] = {}
-        """Models that are inputs of rounds which have not been repeated yet."""
+        self.models: dict[Version, Any] = {}
+        """Models that are inputs of rounds which have not been repeated yet: each is a `NodeState`,
+        or files of it if several ranks have parts of it (`mpigossip.optim.sharded_member`)."""
         for number in place.numbers("places"):
             for index in range(place.refresh(number).next):
                 # Records before the last one may be missing, so don't treat them as listed.
@@ -203,6 +204,18 @@ class ReplayLog:
             the progress before the round, in chunks
         :raises StoreError: if the round depends on a later one
         """
+        models, late_by, progress = self.take_models(version)
+        if late_by is None:
+            return models, None, progress
+        return models[:1], correct_for_age(models[1], models[0], models[2], late_by), progress
+
+    def take_models(self, version: Version) -> tuple[list[Any], int | None, int]:
+        """Return the models of :meth:`inputs`, and release models that no later round needs.
+
+        :return: the models; the number of rounds by which the peer's model, which is the second one
+            then, is late, or None if there was no peer; and the progress before the round
+        :raises StoreError: if the round depends on a later one
+        """
         inputs = self.inputs(version)
         if missing := [dependency for dependency in inputs if dependency not in self.models]:
             raise StoreError(
@@ -221,8 +234,7 @@ class ReplayLog:
         )
         if first or len(models) == 1:
             return models, None, progress
-        late_by = inputs[0].round - inputs[2].round
-        return models[:1], correct_for_age(models[1], models[0], models[2], late_by), progress
+        return models, inputs[0].round - inputs[2].round, progress
 
     def describe(self, version: Version, exchange: ReplayExchange) -> None:
         """Set the weight and the numbers of chunks in an exchange, by the records of a place.
@@ -244,14 +256,17 @@ class ReplayLog:
         """Return the length of a round in any unit that all rounds share: here, in chunks."""
         return self.round(version).chunks
 
-    def check(self, version: Version, state: NodeState) -> None:
+    def check(self, version: Version, state: Any, equal: bool | None = None) -> None:
         """Compare a repeated model with its record, and keep the model if later rounds need it.
 
         :param version: the round
         :param state: the model after the round
+        :param equal: whether the model has the digests of the record; None: they are compared
         :raises ReplayMismatch: if the digest of the model differs from the record
         """
-        if not matches(self.round(version), state, self.slots):
+        if equal is None:
+            equal = matches(self.round(version), state, self.slots)
+        if not equal:
             raise ReplayMismatch(
                 f"round {version.round} of place {version.place} gives another model than "
                 f"its record {record_name(*version)} contains{self._unlike(version.place)}"
@@ -290,7 +305,10 @@ class ReplayLog:
         if self.end and set(order).issuperset(self.end):
             sha = hashlib.sha256()
             for version in self.end:
-                sha.update(self.models[version].parameters.tobytes())
+                model = self.models[version]
+                whole = isinstance(model, NodeState)
+                for piece in [model.parameters] if whole else model.parameter_pieces():
+                    sha.update(piece.tobytes())
             summary += f"\ndigest {sha.hexdigest()}"
         return summary
 

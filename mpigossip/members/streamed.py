@@ -1,0 +1,281 @@
+"""Exchange of a member whose ranks hold, write and read only their own elements of a model.
+
+:class:`~mpigossip.members.live.FolderExchange` reads and writes states that are in memory. This
+subclass returns open files instead, and writes from an iterator over pieces, so that a rank never
+has a copy of its part in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from mpigossip.members.live import (
+    FolderExchange,
+    check_owner,
+    commit_checkpoint,
+    final_numbers,
+    layout,
+    note_unreadable,
+    rounds_late,
+)
+from mpigossip.members.outages import cause
+from mpigossip.members.place import KEEP
+from mpigossip.members.records import Round, Shard
+from mpigossip.store import StoreError, checkpoint, manifest, piecewise
+from mpigossip.store.manifest import Entry
+from mpigossip.store.piecewise import PartSource, StoredModel, WrittenPart
+
+T = TypeVar("T")
+
+
+class PeerModel(NamedTuple):
+    """A peer's model to average with, in open files."""
+
+    peer: StoredModel
+    """Model of the peer."""
+    then: StoredModel | None
+    """This member's own model of the same age, see `live.correct_for_age`; None: not late."""
+    late: int
+    """Result of `live.rounds_late`."""
+
+    def close(self) -> None:
+        """Close the files of both models."""
+        self.peer.close()
+        if self.then is not None:
+            self.then.close()
+
+
+class WritePart(NamedTuple):
+    """Command of rank 0 to write this rank's part of a model of the final checkpoint."""
+
+    folder: Path
+    """Folder of the checkpoint."""
+    node: int
+    """Index of the model in the checkpoint."""
+    version: Round
+    """Record of the round that has published the model, which is open on all ranks."""
+    steps: int
+    """Number of steps of the whole training."""
+
+
+class StreamedExchange(FolderExchange):
+    """Exchange through the folder, by pieces of files; each rank has its part (`OneRank.part`).
+
+    Methods that return states in the base class return a `StoredModel` of the files with the
+    elements of this rank. The caller has to close it.
+    """
+
+    _read_states: dict[Round, Any]
+    _last_models: list[tuple[int, Any]]
+    """For each of the last rounds, the age at which it began, and its number."""
+
+    def decide(self, work: Callable[[], T]) -> T:
+        self._close_read()
+        return super().decide(work)
+
+    def _close_read(self) -> None:
+        for model in self._read_states.values():
+            model.close()
+        self._read_states = {}
+
+    def local_parts(self, versions: Sequence[Round]) -> list[Any]:
+        models = [self._read_states.pop(version) for version in versions]
+        self._close_read()
+        return models
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """Index of the first element of this rank's part, and the index after the last."""
+        part = self.ranks.part
+        assert part is not None
+        return part.first, part.first + part.count
+
+    def attempt(self, operation: Callable[[], T]) -> T:
+        """Return the result of an operation, which is repeated as long as the file system fails.
+
+        In the meantime, the other ranks wait for this rank without a limit.
+        """
+        try:
+            return operation()
+        except (OSError, StoreError) as error:
+            # A file that was removed does not come back.
+            if cause(error) is None or isinstance(cause(error), FileNotFoundError):
+                raise
+        with self.ranks.waited_for():
+            return self.place.disk.retry(operation, "models")
+
+    def open_model(self, version: Round, failures: list[Exception] | None) -> StoredModel | None:
+        disk = self.place.disk
+        name = f"models/{version.file}"
+        model = None
+        try:
+            shards = overlapping([(s, s.first, s.parameters) for s in version.files], *self.own)
+            for shard in shards:
+                name = f"models/{shard.file}"
+                check_owner(disk, shard)
+            files = [(entry_of(version, shard), shard.first) for shard in shards]
+            length = version.parameters
+            model = StoredModel(disk.root / "models", files, length, version.step)
+            model.check([shard.digest for shard in shards])
+            if self.place.layout not in ("", layout(model.names, model.shapes)):
+                raise StoreError(
+                    "its parameters have other names or shapes than the parameters of this "
+                    "member's model"
+                )
+        except (StoreError, OSError) as error:
+            if model is not None:
+                model.close()
+            note_unreadable(self.place, name, error, failures)
+            return None
+        return model
+
+    def stored(self, path: Path) -> list[Any]:
+        content = checkpoint.read_manifest(path)
+        models = []
+        for node in range(content.n):
+            entries = content.of(node)
+            firsts = accumulate((entry.parameters for entry in entries), initial=0)
+            files = [(e, first, e.parameters) for e, first in zip(entries, firsts, strict=False)]
+            length = sum(entry.parameters for entry in entries)
+            wanted = overlapping(files, *self.own)
+            begins = {entry: first for entry, first, _ in files}
+            opened = [(entry, begins[entry]) for entry in wanted]
+            models.append(StoredModel(path, opened, length, content.step))
+            for index in range(len(opened)):
+                models[-1].digest(index)  # raises an error if values are not finite
+        return models
+
+    def _read_part(self, command: Any) -> Any:
+        if not isinstance(command, WritePart):
+            return super()._read_part(command)
+        model = self._read_states[command.version]
+        path = command.folder / manifest.name(command.node, self.ranks.rank)
+        numbers = final_numbers(model.numbers, command.steps)
+        try:
+            source = piecewise.source_of(model, *self.own, numbers)
+            return piecewise.write(path, command.node, self.ranks.rank, source).entry()
+        except (OSError, StoreError) as error:
+            return cause(error) or error
+
+    def write_result(
+        self,
+        folder: Path,
+        steps: int,
+        versions: list[Round],
+        states: list[Any],
+        job: str,
+        meta: dict[str, Any],
+    ) -> None:
+        disk = self.place.disk
+
+        def write(temporary: Path) -> list[Entry]:
+            entries: list[Entry] = []
+            for node, version in enumerate(versions):
+                command = WritePart(temporary, node, version, steps)
+                for answer in self.ranks.ask(command, self._read_part):
+                    if isinstance(answer, Exception):
+                        raise answer
+                    entries.append(answer)
+            return entries
+
+        disk.retry(lambda: commit_checkpoint(disk, folder, steps, write, job, meta), "checkpoints")
+
+    def send(self, source: PartSource) -> int:  # type: ignore[override]
+        """Write this rank's part, then publish the model in the background; return its bytes.
+
+        The elements are written before this method returns, because the next step changes them.
+        Flushing them to stable storage, and the record, follow in the background.
+
+        :raises Fenced: if other members have closed this place
+        """
+        draft, claim = self._draft(int(source.numbers["index"]))
+        self._last_models = [*self._last_models[1 - KEEP :], (draft.began, draft.round)]
+        written = self._write_pieces(draft, source)
+        self._publish(draft, claim, lambda: self._flush(draft, written))
+        return source.nbytes
+
+    def _write_pieces(self, draft: Round, source: PartSource) -> WrittenPart | Exception:
+        """Write this rank's part; return the exception if that fails. Collective."""
+        disk = self.place.disk
+        rank = self.ranks.rank
+        path = disk.path(f"models/{self.place.model_name(draft, rank)}")
+        try:
+            return piecewise.write(path, draft.place, rank, source, self.attempt)
+        except Exception as error:  # noqa: BLE001 - rank 0 waits for a result of each rank
+            disk.discard(path)
+            if isinstance(cause(error), FileNotFoundError):
+                disk.make("models")
+            return error
+
+    def _flush(self, draft: Round, written: WrittenPart | Exception) -> Shard | Exception | None:
+        """Flush a file to stable storage; return its description, as :meth:`_shard` does."""
+        disk = self.place.disk
+        if isinstance(written, Exception):
+            closed = self.ranks.rank == 0 and self.place.closed_by_others(draft)
+            return None if closed else written
+        try:
+            entry = disk.retry(written.entry, "models")
+            disk.share(written.path)
+        except Exception as error:  # noqa: BLE001
+            return error
+        begin, _ = self.own
+        return Shard(
+            entry.file, entry.bytes, entry.checksum, begin, entry.parameters, written.digest
+        )
+
+    def receive(self) -> Any:
+        """Return a `PeerModel` to average with; None if no peer has a new model.
+
+        :raises TooFarBehind: if this member's model is too old to be averaged
+        """
+        place = self.place
+        began = [age for age, _ in self._last_models]
+
+        def find() -> tuple[Round, Round | None, int] | None:
+            for version in place.peers():
+                late = rounds_late(began, version.began)
+                own: Round | None = None
+                if late:
+                    number = self._last_models[-1 - late][1]
+                    record = place.record(place.number, number, listed=True)
+                    if not isinstance(record, Round) or self._read(record) is None:
+                        continue
+                    own = record
+                if self._read(version) is not None:
+                    place.took(version)
+                    return version, own, late
+            return None
+
+        chosen = self.decide(find)
+        if chosen is None:
+            return None
+        version, own, late = chosen
+        peer, *then = self.local_parts([version] if own is None else [version, own])
+        return PeerModel(peer, then[0] if then else None, late)
+
+
+def entry_of(version: Round, shard: Shard) -> Entry:
+    """Return the entry of a file of a model, by which it is read."""
+    return Entry(version.place, shard.file, shard.bytes, shard.checksum, shard.parameters)
+
+
+def overlapping(files: Sequence[tuple[T, int, int]], begin: int, end: int) -> list[T]:
+    """Return the files that contain elements of a range.
+
+    The first file is always returned for a range that begins with element 0, because it has the
+    small arrays, and at least one file is returned, because each has the names of the parameters.
+
+    :param files: files in the order of their elements, with the index of the first element and the
+        number of elements
+    :param begin: index of the first element of the range
+    :param end: index after the last element
+    """
+    wanted = [
+        file
+        for index, (file, first, count) in enumerate(files)
+        if (first < end and begin < first + count) or (index == 0 and begin == 0)
+    ]
+    return wanted or [files[-1][0]]

@@ -1,0 +1,412 @@
+"""Files of a model that are written and read piece by piece, so that no whole array is in memory.
+
+The format is the format of :mod:`mpigossip.store.checkpoint`. A file holds consecutive elements of
+the flat parameters, and of each array that has an element for each of them, such as a momentum of
+the optimizer: the array ``pieces/torch/KEY`` holds the optimizer's state KEY of all parameters, one
+after the other. A file of a whole model holds an array ``arrays/torch/PARAMETER/KEY`` for each
+parameter instead; :class:`StoredModel` reads both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+
+from mpigossip.store import StoreError, direct, guard, node_state
+from mpigossip.store import manifest as manifests
+from mpigossip.store.hdf5 import create, reading, sync, write_text, writing
+from mpigossip.store.manifest import FORMAT, Entry, Number
+from mpigossip.store.node_file import node_file
+from mpigossip.store.node_state import STATE_PIECES, state_keys
+
+PIECE = 1 << 19
+"""Number of elements that are written or read at a time."""
+
+
+class Stream(NamedTuple):
+    """Large array that is written piece by piece."""
+
+    dtype: np.dtype
+    """Type of the elements."""
+    pieces: Callable[[], Iterator[np.ndarray]]
+    """Function that iterates over consecutive pieces of the elements, as 1-D arrays. If several
+    ranks write parts of a model, the iteration is collective."""
+
+
+class PartSource(NamedTuple):
+    """Part of a model to write: consecutive elements, and small arrays."""
+
+    names: tuple[str, ...]
+    """Names of all parameters of the model."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Shape of each parameter."""
+    length: int
+    """Number of elements in the part."""
+    arrays: dict[str, np.ndarray]
+    """Small arrays by path, such as buffers; empty unless this is the first part."""
+    numbers: dict[str, Number]
+    """Counters and other scalar values by name."""
+    streams: dict[str, Stream]
+    """Large arrays by their paths in the file: "parameters" and "pieces/torch/KEY"."""
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of all arrays."""
+        large = sum(self.length * stream.dtype.itemsize for stream in self.streams.values())
+        return large + sum(array.nbytes for array in self.arrays.values())
+
+
+class WrittenPart(NamedTuple):
+    """File that was written, but is not on stable storage yet."""
+
+    path: Path
+    node: int
+    parameters: int
+    """Number of elements of the part."""
+    digest: str
+    """SHA-256 of the arrays and their names, as `mpigossip.members.live.digest` computes it."""
+
+    def entry(self) -> Entry:
+        """Flush the file to stable storage; return its entry.
+
+        :raises OSError: if that fails
+        """
+        sync(self.path)
+        size = self.path.stat().st_size
+        with self.path.open("rb") as file:
+            checksum = f"{direct.crc(file.fileno(), 0, size):08x}"
+        return Entry(self.node, self.path.name, size, checksum, self.parameters)
+
+
+def write(
+    path: Path,
+    node: int,
+    slot: int,
+    source: PartSource,
+    attempt: Callable[[Callable[[], Any]], Any] = lambda operation: operation(),
+) -> WrittenPart:
+    """Write a part of a model.
+
+    All pieces are iterated over even if writing fails, because the iteration may be collective.
+
+    :param path: file to write
+    :param node: index of the node, or number of the place
+    :param slot: index of the slot or rank
+    :param source: part to write
+    :param attempt: function that calls an operation of the file system, and may repeat it
+    :raises StoreError: if writing fails
+    """
+    problem: Exception | None = None
+    offsets: dict[str, int | None] = {}
+    try:
+        offsets = attempt(lambda: _create(path, node, slot, source))
+    except Exception as error:  # noqa: BLE001 - raised when all pieces were iterated over
+        problem = error
+    sha = hashlib.sha256()
+    small = {f"arrays/{name}": array for name, array in source.arrays.items()}
+    for name in sorted((*small, *source.streams)):
+        sha.update(name.encode())
+        if name in small:
+            sha.update(np.ascontiguousarray(small[name]).data)
+            continue
+        stream = source.streams[name]
+        position = 0
+        for piece in stream.pieces():
+            if problem is not None:
+                continue
+            data = np.ascontiguousarray(piece, stream.dtype)
+            sha.update(data.data)
+            offset = offsets[name]
+            try:
+                if offset is None:
+                    raise ValueError(f"{path} has no space for {name}")
+                attempt(partial(_put, path, offset + position, data))
+            except Exception as error:  # noqa: BLE001
+                problem = error
+            position += data.nbytes
+    if problem is not None:
+        raise problem
+    return WrittenPart(path, node, source.length, sha.hexdigest())
+
+
+def _create(path: Path, node: int, slot: int, source: PartSource) -> dict[str, int | None]:
+    """Create a file with all small arrays; return the offset of each large one."""
+    datasets: dict[str, h5py.Dataset] = {}
+    with writing(path), create(path, **direct.LAYOUT) as file:
+        file.attrs["format"] = np.bytes_(FORMAT)
+        file.attrs["node"] = node
+        file.create_group("arrays")
+        file.attrs["slot"] = slot
+        file.create_group("pieces")
+        for name, array in source.arrays.items():
+            file.create_dataset(f"arrays/{name}", data=array)
+        for name, stream in sorted(source.streams.items()):
+            datasets[name] = direct.allocate(file, name, (source.length,), stream.dtype)
+        table = node_state.table(source.names, source.shapes)
+        file.create_dataset("layout", data=table)
+        numbers = json.dumps(source.numbers, default=lambda value: value.item())
+        write_text(file, "numbers", numbers)
+        return {name: dataset.id.get_offset() for name, dataset in datasets.items()}
+
+
+def _put(path: Path, offset: int, data: np.ndarray) -> None:
+    """Write bytes to an existing file; it is opened again, because it may be repeated later."""
+    with writing(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            view = data.reshape(-1).view(np.uint8).data
+            done = 0
+            while done < len(view):
+                done += os.pwrite(descriptor, view[done:], offset + done)
+        finally:
+            os.close(descriptor)
+
+
+class StoredModel:
+    """Model in open files, from which ranges of elements are read; the whole is never in memory.
+
+    Each file holds consecutive elements of the flat parameters. Only the files that contain the
+    elements of a range need to be open.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[tuple[Entry, int]], length: int, step: int):
+        """Open the files, and compare their sizes, checksums and structure.
+
+        :param folder: folder of the files
+        :param files: entries of the files to open, in the order of their elements, each with the
+            index of its first element
+        :param length: number of elements of the whole model
+        :param step: step to which the files belong
+        :raises StoreError: if a file is missing or damaged
+        """
+        self._folder = folder
+        self.names: tuple[str, ...] = ()
+        """Names of the parameters of the model."""
+        self.shapes: tuple[tuple[int, ...], ...] = ()
+        """Shape of each parameter."""
+        self.numbers: dict[str, Number] = {}
+        """Counters and other scalar values by name."""
+        self._files: list[dict[str, Any]] = []
+        self._firsts = [first for _, first in files]
+        self._counts = [entry.parameters for entry, _ in files]
+        self._paths = [folder / entry.file for entry, _ in files]
+        self._stack = ExitStack()
+        try:
+            for entry, _ in files:
+                self._open(entry, length, step)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, entry: Entry, length: int, step: int) -> None:
+        objects = self._stack.enter_context(node_file(self._folder, entry))
+        with reading(self._folder / entry.file):
+            rows = guard.rows(objects, "layout", "SiiiV")
+            names, shapes = node_state.read_table(rows, length)
+            numbers = manifests.parse_facts(guard.text(objects, "numbers"), "numbers")
+            manifests.check_counters(numbers, step)
+            if self._files and (names, shapes) != (self.names, self.shapes):
+                raise ValueError("it belongs to a model with other parameters")
+        if not self._files:
+            self.names, self.shapes, self.numbers = names, shapes, numbers
+            self._begins = [*accumulate(map(prod, shapes), initial=0)]
+        self._files.append(objects)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._stack.close()
+
+    def check(self, digests: Sequence[str]) -> None:
+        """Read all open files, and compare the digests of their arrays.
+
+        :param digests: SHA-256 of the arrays of each file
+        :raises StoreError: if a digest differs, or if an array has NaN or infinite values
+        """
+        for index, expected in enumerate(digests):
+            if self.digest(index) != expected:
+                raise StoreError("its digest differs from the digest in the record of its round")
+
+    def digest(self, index: int) -> str:
+        """Return the SHA-256 of the arrays of a file, read piece by piece.
+
+        :param index: index of the file among the open ones
+        :raises StoreError: if an array that has to be finite has NaN or infinite values
+        """
+        sha = hashlib.sha256()
+        groups = ("arrays/", "pieces/", "parameters")
+        datasets = {
+            name: item
+            for name, item in self._files[index].items()
+            if name.startswith(groups) and isinstance(item, h5py.Dataset)
+        }
+        for name in sorted(datasets):
+            sha.update(name.encode())
+            for piece in self._read(index, datasets[name]):
+                if node_state.must_be_finite(name, piece.dtype) and not np.isfinite(piece).all():
+                    raise StoreError(f"it has NaN or infinite values in {name}")
+                sha.update(np.ascontiguousarray(piece).data)
+        return sha.hexdigest()
+
+    def _read(self, index: int, dataset: h5py.Dataset) -> Iterator[np.ndarray]:
+        """Iterate over consecutive pieces of a dataset, along its first dimension."""
+        with reading(self._paths[index]):
+            if not dataset.shape:
+                yield dataset[()]
+                return
+            rows = max(1, PIECE // max(1, prod(dataset.shape[1:])))
+            for start in range(0, dataset.shape[0], rows):
+                yield dataset[start : start + rows]
+
+    @property
+    def small(self) -> dict[str, np.ndarray]:
+        """Small arrays of the first open file by path, such as buffers."""
+        arrays = {}
+        large = {path for paths in self._large().values() for path in paths.values()}
+        with reading(self._paths[0]):
+            for name, item in self._files[0].items():
+                path = name.removeprefix("arrays/")
+                if path != name and path not in large and isinstance(item, h5py.Dataset):
+                    arrays[path] = item[()]
+        return arrays
+
+    def _large(self) -> dict[str, dict[str, str]]:
+        """Return the paths of the optimizer's arrays of the parameters' shapes.
+
+        :return: for each key of the optimizer's state, the path of each parameter's array
+        """
+        shapes = dict(zip(self.names, self.shapes, strict=True))
+        keys: dict[str, dict[str, str]] = {}
+        for name, key in state_keys(self.numbers):
+            path = f"torch/{name}/{key}"
+            item = self._files[0].get(f"arrays/{path}")
+            # Other arrays, such as the number of steps, are small.
+            is_whole = isinstance(item, h5py.Dataset) and item.shape == shapes.get(name)
+            is_piece = item is None and f"{STATE_PIECES}{key}" in self._files[0]
+            if is_whole or is_piece:
+                keys.setdefault(key, {})[name] = path
+        return keys
+
+    def state_names(self) -> dict[str, set[str]]:
+        """Return, for each key of the optimizer's state, the parameters that have such an array."""
+        return {key: set(paths) for key, paths in self._large().items()}
+
+    def parameters(self, begin: int, end: int) -> np.ndarray:
+        """Return a range of elements of the flat parameters.
+
+        :raises StoreError: if the open files do not contain the range
+        """
+        return self._range("parameters", begin, end)
+
+    def state(self, key: str, begin: int, end: int) -> np.ndarray:
+        """Return a range of the optimizer's state of all parameters; 0 where a parameter has none.
+
+        :param key: key of the state, such as "exp_avg"
+        :param begin: index of the first element in the flat parameters
+        :param end: index after the last element
+        """
+        if f"{STATE_PIECES}{key}" in self._files[0]:
+            return self._range(f"{STATE_PIECES}{key}", begin, end)
+        parts = []
+        index = max(0, bisect_right(self._begins, begin) - 1)
+        while index < len(self.names) and self._begins[index] < end:
+            first, last = self._begins[index], self._begins[index + 1]
+            low, high = max(begin, first) - first, min(end, last) - first
+            item = self._files[0].get(f"arrays/torch/{self.names[index]}/{key}")
+            if high > low:
+                shape = self.shapes[index]
+                has = isinstance(item, h5py.Dataset) and item.shape == shape
+                with reading(self._paths[0]):
+                    parts.append(_elements(item, low, high) if has else np.zeros(high - low, "f4"))
+            index += 1
+        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+    def _range(self, name: str, begin: int, end: int) -> np.ndarray:
+        parts = []
+        position = begin
+        for objects, path, first, count in zip(
+            self._files, self._paths, self._firsts, self._counts, strict=True
+        ):
+            low, high = max(position, first), min(end, first + count)
+            if low < high and low == position:
+                with reading(path):
+                    data = guard.dataset(objects, name)
+                    if data.shape != (count,):
+                        raise ValueError(f"{name} has the shape {data.shape}, not {(count,)}")
+                    parts.append(data[low - first : high - first])
+                position = high
+        if position < end:
+            raise StoreError(
+                f"{self._folder}: the files of a model do not contain its elements {position} to "
+                f"{end - 1}; copy all files of the model back, or remove them"
+            )
+        return np.concatenate(parts) if len(parts) != 1 else parts[0]
+
+    def digest_as_whole(self) -> str:
+        """Return the digest that the same model has in one file; all files have to be open."""
+        large = {
+            f"arrays/{path}": (key, name)
+            for key, paths in self._large().items()
+            for name, path in paths.items()
+        }
+        small = {f"arrays/{name}": array for name, array in self.small.items()}
+        sha = hashlib.sha256()
+        for path in sorted((*small, *large, "parameters")):
+            sha.update(path.encode())
+            if path in small:
+                sha.update(np.ascontiguousarray(small[path]).data)
+                continue
+            key, name = large.get(path, ("", ""))
+            index = self.names.index(name) if name else 0
+            first = self._begins[index]
+            last = self._begins[index + 1] if name else self._begins[-1]
+            for begin in range(first, last, PIECE):
+                end = min(begin + PIECE, last)
+                piece = self.state(key, begin, end) if name else self.parameters(begin, end)
+                sha.update(np.ascontiguousarray(piece).data)
+        return sha.hexdigest()
+
+
+def _elements(dataset: h5py.Dataset, begin: int, end: int) -> np.ndarray:
+    """Return a range of the elements of a dataset in row-major order, reading only these rows."""
+    if dataset.ndim < 2:
+        return dataset[begin:end].reshape(-1)
+    width = prod(dataset.shape[1:])
+    first = begin // width
+    rows = dataset[first : -(-end // width)].reshape(-1)
+    return rows[begin - first * width : end - first * width]
+
+
+def source_of(
+    model: StoredModel, begin: int, end: int, numbers: Mapping[str, Number]
+) -> PartSource:
+    """Return a range of a stored model as a part to write.
+
+    :param model: model whose open files contain the range
+    :param begin: index of the first element
+    :param end: index after the last element
+    :param numbers: counters and other scalar values to write
+    """
+
+    def pieces(read: Callable[[int, int], np.ndarray]) -> Iterator[np.ndarray]:
+        for start in range(begin, end, PIECE):
+            yield read(start, min(start + PIECE, end))
+
+    streams = {"parameters": Stream(np.dtype("<f4"), lambda: pieces(model.parameters))}
+    for key in model.state_names():
+        read = partial(model.state, key)
+        dtype = model.state(key, begin, min(begin + 1, end)).dtype
+        streams[f"{STATE_PIECES}{key}"] = Stream(dtype, partial(pieces, read))
+    arrays = {} if begin else model.small
+    return PartSource(model.names, model.shapes, end - begin, arrays, {**numbers}, streams)

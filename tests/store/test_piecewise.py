@@ -1,0 +1,162 @@
+"""Files of a model that are written and read piece by piece."""
+
+import json
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+import pytest
+
+from mpigossip.members.live import digest
+from mpigossip.members.parts import joined
+from mpigossip.store import StoreError, checkpoint, piecewise
+from mpigossip.store.checkpoint import NodeState
+from mpigossip.store.piecewise import PartSource, StoredModel, Stream
+
+NAMES = ("a.weight", "b", "c")
+SHAPES = ((7, 5), (4,), (3, 2, 2))
+COUNT = 35 + 4 + 12
+
+
+def whole_model():
+    """Return a model with Adam's state for two of its three parameters, as one process has it."""
+    chance = np.random.default_rng(0)
+    arrays = {"buffers/0/mean": chance.normal(size=3)}
+    states = {}
+    for name, shape in zip(NAMES[:2], SHAPES, strict=False):
+        states[name] = {}
+        for key, array in (
+            ("step", np.float32(3)),
+            ("exp_avg", chance.normal(size=shape).astype("f4")),
+        ):
+            path = f"torch/{name}/{key}"
+            arrays[path] = np.array(array)
+            states[name][key] = {"#tensor": path, "type": "torch.float32"}
+    numbers = {"index": 2, "local_steps": 2, "torch": json.dumps({"groups": [], "state": states})}
+    return NodeState(chance.normal(size=COUNT).astype("f4"), NAMES, SHAPES, arrays, numbers)
+
+
+def momentum(state):
+    """Return the optimizer's state of all parameters, one after the other."""
+    arrays = [state.arrays.get(f"torch/{name}/exp_avg") for name in NAMES]
+    pairs = zip(arrays, SHAPES, strict=True)
+    return np.concatenate([np.zeros(s, "f4").ravel() if a is None else a.ravel() for a, s in pairs])
+
+
+def written_parts(folder, state, ends, size=8):
+    """Write parts of a model that end at ``ends``; return the files for `StoredModel`."""
+    flat = {"parameters": state.parameters, "pieces/torch/exp_avg": momentum(state)}
+    large = {f"torch/{name}/exp_avg" for name in NAMES}
+    small = {name: array for name, array in state.arrays.items() if name not in large}
+    files, digests = [], []
+    for rank, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+
+        def stream(name, begin=begin, end=end):
+            values = flat[name][begin:end]
+            return Stream(
+                values.dtype, lambda: (values[k : k + size] for k in range(0, len(values), size))
+            )
+
+        source = PartSource(
+            NAMES,
+            SHAPES,
+            end - begin,
+            {} if rank else small,
+            state.numbers,
+            {name: stream(name) for name in flat},
+        )
+        path = folder / f"node-0000-{rank:04d}.h5"
+        written = piecewise.write(path, 0, rank, source)
+        files.append((written.entry(), begin))
+        digests.append(written.digest)
+    return files, digests
+
+
+@pytest.mark.parametrize("ends", [(COUNT,), (20, COUNT), (0, 37, 38, COUNT)])
+def test_parts_contain_the_same_elements_as_a_whole_file(tmp_path, ends):
+    state = whole_model()
+    files, digests = written_parts(tmp_path, state, ends)
+    model = StoredModel(tmp_path, files, COUNT, 2)
+    model.check(digests)
+    assert np.array_equal(model.parameters(3, 40), state.parameters[3:40])
+    assert np.array_equal(model.state("exp_avg", 30, 51), momentum(state)[30:51])
+    assert model.state_names() == {"exp_avg": {"a.weight", "b"}}
+    assert sorted(model.small) == ["buffers/0/mean", "torch/a.weight/step", "torch/b/step"]
+    assert model.digest_as_whole() == digest(state)
+    model.close()
+    # Readers of whole states, such as members of one process, get the arrays of each parameter.
+    parts = [checkpoint.read_state(tmp_path, entry, COUNT, 2) for entry, _ in files]
+    assert [digest(part) for part in parts] == digests
+    again = joined(parts)
+    assert again.arrays.keys() == state.arrays.keys()
+    assert digest(again) == digest(state)
+
+
+def test_a_whole_file_is_read_in_the_same_way(tmp_path):
+    state = whole_model()
+    entry = checkpoint.write_state(tmp_path / "node-0000.h5", 0, state)
+    model = StoredModel(tmp_path, [(entry, 0)], COUNT, 2)
+    model.check([digest(state)])
+    for begin, end in ((0, COUNT), (3, 4), (33, 41), (50, 51)):
+        assert np.array_equal(model.parameters(begin, end), state.parameters[begin:end])
+        assert np.array_equal(model.state("exp_avg", begin, end), momentum(state)[begin:end])
+    assert model.state_names() == {"exp_avg": {"a.weight", "b"}}
+    assert sorted(model.small) == ["buffers/0/mean", "torch/a.weight/step", "torch/b/step"]
+    assert model.digest_as_whole() == digest(state)
+    # A part that is copied from the file is equal to the part that a rank writes.
+    _, digests = written_parts(tmp_path, state, (20, COUNT))
+    source = piecewise.source_of(model, 20, COUNT, model.numbers)
+    copied = piecewise.write(tmp_path / "node-0000-0009.h5", 0, 9, source)
+    assert copied.digest == digests[1]
+    model.close()
+
+
+def test_wrong_digests_missing_files_and_nan_are_found(tmp_path):
+    state = whole_model()
+    files, digests = written_parts(tmp_path, state, (20, COUNT))
+    model = StoredModel(tmp_path, files[:1], COUNT, 2)
+    with pytest.raises(StoreError, match="its digest differs"):
+        model.check(digests[1:])
+    with pytest.raises(StoreError, match="do not contain its elements 20 to 24"):
+        model.parameters(15, 25)
+    model.close()
+    broken = replace(state, parameters=np.where(np.arange(COUNT) == 30, np.nan, state.parameters))
+    broken = replace(broken, parameters=broken.parameters.astype("f4"))
+    files, digests = written_parts(tmp_path, broken, (20, COUNT))
+    model = StoredModel(tmp_path, files, COUNT, 2)
+    with pytest.raises(StoreError, match="NaN or infinite values in parameters"):
+        model.check(digests)
+    model.close()
+    (tmp_path / files[1][0].file).unlink()
+    with pytest.raises(StoreError, match="is missing"):
+        StoredModel(tmp_path, files, COUNT, 2)
+
+
+def test_all_pieces_are_read_if_writing_fails(tmp_path):
+    state = whole_model()
+    read = []
+
+    def pieces():
+        for start in range(0, COUNT, 10):
+            read.append(start)
+            yield state.parameters[start : start + 10]
+
+    streams = {"parameters": Stream(np.dtype("<f4"), pieces)}
+    source = PartSource(NAMES, SHAPES, COUNT, {}, state.numbers, streams)
+    with pytest.raises(StoreError, match="can't be written"):
+        piecewise.write(tmp_path / "missing" / "node-0000-0000.h5", 0, 0, source)
+    assert read == [*range(0, COUNT, 10)]
+
+
+def test_the_largest_piece_is_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(piecewise, "PIECE", 6)
+    state = whole_model()
+    entry = checkpoint.write_state(tmp_path / "node-0000.h5", 0, state)
+    model = StoredModel(tmp_path, [(entry, 0)], COUNT, 2)
+    model.check([digest(state)])
+    source = piecewise.source_of(model, 0, COUNT, model.numbers)
+    for stream in source.streams.values():
+        sizes = [len(piece) for piece in stream.pieces()]
+        assert sizes == [6] * (COUNT // 6) + [COUNT % 6]
+        assert [*accumulate(sizes)][-1] == COUNT
+    model.close()
