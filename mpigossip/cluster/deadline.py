@@ -165,10 +165,11 @@ def paused() -> Iterator[None]:
     A rank uses this for long work that the other ranks have to wait for. In the meantime, a wait
     for this rank does not end at its limit, nor does a wait for a rank that waits for this rank.
 
-    The pause is announced to the other ranks by a thread, unless it ends within some 0.1 s or
+    The pause is announced to the other ranks by a thread, unless it ends within about 0.3 s or
     another rank has announced a pause (see `waits.Pause`). The thread needs the interpreter for a
-    moment at that time: the work must not begin with one call of a C extension that holds the
-    interpreter's lock for longer than the time limit of the other ranks.
+    moment at that time, and after the pause of the other rank has ended: the work must not contain
+    a call of a C extension that holds the interpreter's lock for longer than the time limit of the
+    other ranks. A time limit below 0.3 s is not suspended in time.
     """
     entered = False
     try:

@@ -217,7 +217,7 @@ class WaitMonitor:
                 status = PAUSED
             started = [sent for sent in self._sent if sent.request is not None]
             self._interrupted |= {*self._sent} - {*started}
-            self._sent = [sent for sent in started if not sent.request.Test()]
+            self._sent = [sent for sent in started if not sent.is_complete()]
             for rank in ranks:
                 self._send(rank, status)
 
@@ -436,6 +436,13 @@ class _SentMessage:
         self.value: np.ndarray | None = None
         self.request: MPI.Request | None = None
 
+    def is_complete(self) -> bool:
+        """Return whether MPI needs the memory no longer, also because the receiver has failed."""
+        try:
+            return self.request is None or self.request.Test()
+        except Exception:  # noqa: BLE001 - the receiver has failed; the next MPI call reports it
+            return True
+
 
 class Pause:
     """A pause of this rank (`deadline.paused`), and the thread that announces it to all ranks.
@@ -447,8 +454,10 @@ class Pause:
     later the end of it. Otherwise, it looks again after the next delay, until its pause ends.
 
     If all n ranks pause at the same time, they send O(n) messages together instead of 2n(n − 1). If
-    the pause of the announcing rank ends, no pause is announced for at most the longest delay. The
-    waits do not end in this gap, because the end of a pause starts their time limits again.
+    the pause of the announcing rank ends, no pause is announced for at most the longest delay. A
+    wait that receives statuses all the time does not end in this gap, because the end of a pause
+    starts its time limit again. A wait that receives them only at its limit (`PauseExtension`) may
+    end if it reaches the limit in this gap.
 
     If MPI may not be called by several threads, each pause is announced at its beginning.
     """

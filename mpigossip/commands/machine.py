@@ -197,7 +197,6 @@ SIZED = {
 """Job of `plan --parameters`: gossip whose messages are sent during forward and backward."""
 PLAN = """
 mpigossip plan --parameters 1.3B --nodes 8 --compute 250ms --bandwidth 50GB/s
-mpigossip plan cifar10-resnet20 --nodes 4,8,…,1024 --bandwidth 25GB/s
 srun -N 4 mpigossip plan imagenet-resnet50 --nodes 4,16 --out p.png
 """
 

@@ -2,8 +2,9 @@
 
 A fragment is a set of columns of the flat parameters, whose rows are local nodes. For the mixer, a
 fragment is a whole message with fewer columns: they are gathered into a contiguous array before the
-exchange and scattered afterwards. Every mixer and wire can therefore be used. With P fragments,
-messages need 1/P of the memory.
+exchange and scattered afterwards. Every mixer and wire can therefore be used. With P fragments of
+equal size, messages need 1/P of the memory; with fragments of named modules, they need the memory
+of the largest fragment.
 """
 
 from collections.abc import Callable, Sequence

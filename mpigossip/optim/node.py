@@ -134,6 +134,7 @@ class LoopNode:
             shards=range(shard, shard + 1),
             devices=(self._device,),
             local=local,
+            frozen=[name for name, p in self.model.named_parameters() if not p.requires_grad],
         )
         if self.world.rank == 0 and (warning := state_warning(self.parts)):
             print_note_once(warning)

@@ -168,7 +168,10 @@ def _tensors_of(readers: Sequence[NodeReader]) -> list[Tensor]:
         Tensor(name, "F32", shape, partial(_mean_pieces, readers, index))
         for index, (name, shape) in enumerate(zip(first.names, first.shapes, strict=True))
     ]
-    buffers = node_state.average(reader.buffers() for reader in readers)
+    try:
+        buffers = node_state.average(reader.buffers() for reader in readers)
+    except ValueError as error:
+        raise StoreError(f"{error}; export one of them by --node") from error
     kinds = first.buffer_dtypes()
     return tensors + [of_array(name, mean.astype(kinds[name])) for name, mean in buffers.items()]
 

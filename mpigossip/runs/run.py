@@ -164,7 +164,7 @@ class Run:
             self.node.publish()
         self.take_over(numbers)
         step = self.node.engine.index
-        self.saved_at = None if self.world.agree(not exact) else step
+        self.saved_at = step if exact else None
         if messages and self.world.rank == 0:
             print_line(f"{path}: {'; '.join(messages)}")
         return step

@@ -203,21 +203,22 @@ def restore(
     world = node.world
     messages: list[str] = []
     with world.raise_together(UserError):
-        first, exact = _first_state(node, path, manifest)
-        if exact:
-            with reading(path):  # It converts errors about shapes to StoreError.
-                for row, number in enumerate(node.mixer.local_nodes):
-                    saved = checkpoint.read_node(path, number, manifest) if row else first
-                    _check_counters(saved, path)
-                    messages += _exactly(node, row, saved)
-    if world.agree(not exact):
+        first, fits = _first_state(node, path, manifest)
+    exact = not world.agree(not fits)
+    # `reading` converts errors about shapes to StoreError.
+    if exact:
+        with world.raise_together(UserError), reading(path):
+            for row, number in enumerate(node.mixer.local_nodes):
+                saved = checkpoint.read_node(path, number, manifest) if row else first
+                _check_counters(saved, path)
+                messages += _exactly(node, row, saved)
+    else:
         mean = read_average(path, manifest, world)
         with world.raise_together(UserError), reading(path):
-            if not exact:
-                slots = manifest.meta["slots"]
-                messages = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
-                messages += from_mean(node, mean, first.numbers)
-                messages += node.restore_extra_state(0, first, mean)
+            slots = manifest.meta["slots"]
+            messages = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
+            messages += from_mean(node, mean, first.numbers)
+            messages += node.restore_extra_state(0, first, mean)
     return exact, messages, first.numbers
 
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpigossip.store import StoreError
-from mpigossip.store.hdf5 import replacing
+from mpigossip.store.hdf5 import replacing, writing
 
 SUFFIX = ".safetensors"
 DTYPES = {
@@ -124,7 +124,8 @@ def write(
     name = f"{out.stem}-{{:05d}}-of-{len(groups):05d}{SUFFIX}"
     paths = [out if single else out.with_name(name.format(k + 1)) for k in range(len(groups))]
     index = out.with_name(f"{out.name}.index.json")
-    outdated = [path for path in _earlier(out) if path not in (*paths, index)]
+    with writing(out):
+        outdated = [path for path in _earlier(out) if path not in (*paths, index)]
     if foreign := [path for path in outdated if not _is_export(path)]:
         raise StoreError(
             f"{foreign[0]} is a file of another program, which readers would mix with {out.name}: "

@@ -1,6 +1,6 @@
 """Division of a model into fragments, which are exchanged at different steps."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mpigossip.algorithms.cadence import FragmentSchedule
 from mpigossip.config import JobError
@@ -12,7 +12,9 @@ Columns = tuple[slice, ...]
 """Ranges of elements in a shard."""
 
 
-def fragment_width(flat: NodeLayout, schedule: FragmentSchedule, wire: Wire) -> int:
+def fragment_width(
+    flat: NodeLayout, schedule: FragmentSchedule, wire: Wire, frozen: Collection[str] = ()
+) -> int:
     """Return the number of elements in the message of a fragment.
 
     All messages have the length of the largest fragment of any slot, rounded up so that wires can
@@ -21,6 +23,7 @@ def fragment_width(flat: NodeLayout, schedule: FragmentSchedule, wire: Wire) -> 
     :param flat: layout of the model's parameters
     :param schedule: number, steps and modules of the fragments
     :param wire: format of the message
+    :param frozen: names of parameters that are not trained now, but may be later
     :raises JobError: if the modules of the fragments don't divide the model
     """
     if schedule.fragments == 1:
@@ -30,13 +33,17 @@ def fragment_width(flat: NodeLayout, schedule: FragmentSchedule, wire: Wire) -> 
         largest = -(-flat.width // schedule.fragments)
     else:
         slots = range(flat.slots)
-        divided = [cut_by_modules(flat, slot, schedule.modules) for slot in slots]
+        divided = [cut_by_modules(flat, slot, schedule.modules, frozen) for slot in slots]
         largest = max(_count_elements(columns) for slot in divided for columns in slot)
     return -(-largest // unit) * unit
 
 
 def fragment_columns(
-    flat: NodeLayout, slot: int, schedule: FragmentSchedule, width: int
+    flat: NodeLayout,
+    slot: int,
+    schedule: FragmentSchedule,
+    width: int,
+    frozen: Collection[str] = (),
 ) -> tuple[Columns, ...]:
     """Return the columns of each fragment in a slot's shard, in ascending order.
 
@@ -44,23 +51,28 @@ def fragment_columns(
     :param slot: index of the slot
     :param schedule: number and modules of the fragments
     :param width: number of elements of a message, the result of `fragment_width`
+    :param frozen: names of parameters that are not trained now, but may be later
     :raises JobError: if the modules of the fragments don't divide the model
     """
     if schedule.modules:
-        return cut_by_modules(flat, slot, schedule.modules)
+        return cut_by_modules(flat, slot, schedule.modules, frozen)
     return cut(layers_of(flat, slot), schedule.fragments, width)
 
 
-def cut_by_modules(flat: NodeLayout, slot: int, modules: Sequence[str]) -> tuple[Columns, ...]:
+def cut_by_modules(
+    flat: NodeLayout, slot: int, modules: Sequence[str], frozen: Collection[str] = ()
+) -> tuple[Columns, ...]:
     """Return, for each fragment, the columns of its modules' parameters in a slot's shard.
 
     :param flat: layout of the model's parameters
     :param slot: index of the slot
     :param modules: for each fragment, names of modules or parameters, separated by commas
+    :param frozen: names of parameters that are not trained now, but may be later; they have to be
+        in a fragment, too
     :raises JobError: if a name fits no parameter, or a parameter does not belong to exactly one
         fragment
     """
-    fragment_of = _assign(flat.names, modules)
+    fragment_of = _assign([*flat.names, *frozen], modules)
     columns: list[list[slice]] = [[] for _ in modules]
     for name, inside in zip(flat.names, flat.ranges_in(slot), strict=True):
         if inside.start == inside.stop:
@@ -85,7 +97,7 @@ def _assign(parameters: Sequence[str], modules: Sequence[str]) -> dict[str, int]
             if not inside:
                 known = {parameter.rpartition(".")[0] or parameter for parameter in parameters}
                 raise JobError(
-                    f"cadence.fragments: {show(module)} is no module with trained parameters; name "
+                    f"cadence.fragments: {show(module)} is no module with parameters; name "
                     f"modules or parameters of the model, such as {', '.join(sorted(known)[:6])}"
                 )
             for parameter in inside:

@@ -4,7 +4,7 @@ Jobs, custom loops, ``plan``, ``--dry-run`` and studies use this object; mixer a
 from it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,6 +56,8 @@ class JobParts:
     """Position of an array of the local step in a message, for `algorithm.average_state`."""
     total: int | None = None
     """Number of steps of all epochs; None: not known."""
+    frozen: Collection[str] = ()
+    """Names of the model's parameters that are not trained now, but may be later."""
 
     @property
     def method(self) -> Algorithm:
@@ -153,7 +155,7 @@ class JobParts:
         if schedule.is_whole_model and not section.blends:
             return None
         width = self.layout.widths[0]
-        cuts = [fragment_columns(flat, slot, schedule, width) for slot in shards]
+        cuts = [fragment_columns(flat, slot, schedule, width, self.frozen) for slot in shards]
         # Make an algorithm for each shard, because a lossy wire keeps a state for each shard.
         methods = [_method(self.job, self.graph, local=NO_LOCAL_STEP) for _ in shards]
         exchanges = [_over_wire(method, self.layout.wire, self.cadence) for method in methods]
@@ -203,6 +205,7 @@ def make_parts(
     devices: Sequence[str] = (),
     local: Local | None = None,
     total: int | None = None,
+    frozen: Collection[str] = (),
 ) -> JobParts:
     """Return the :class:`JobParts` of a job: its graph, algorithms, cadence and message layout.
 
@@ -213,6 +216,8 @@ def make_parts(
     :param devices: the device of each local shard
     :param local: local step that replaces the local step of the job; None: the job's local step
     :param total: number of steps of the run, on which some cadences depend; None: not known
+    :param frozen: names of parameters that are not trained now, but may be later
+    :raises JobError: if the fragments that the job names don't divide the model
     """
     graph = graphs.graph("identity", 1) if graph is None else graph
     shards = range(flat.slots) if shards is None else shards
@@ -224,7 +229,7 @@ def make_parts(
     cadence = _cadence(job, exact_methods[0], graph, total)
     node = job.node
     coding = wire(node.wire, node.levels, node.density, job.run.seed)
-    width = fragment_width(flat, cadence.fragment_schedule, coding)
+    width = fragment_width(flat, cadence.fragment_schedule, coding, frozen)
     layout = MessageLayout(
         (width,) * len(shards),
         exact_methods[0].vectors,
@@ -239,7 +244,7 @@ def make_parts(
         first=tuple(flat.width * shard for shard in shards),
     )
     methods = [_over_wire(method, coding, cadence) for method in exact_methods]
-    return JobParts(job, graph, methods, cadence, layout, state_layout, total)
+    return JobParts(job, graph, methods, cadence, layout, state_layout, total, frozen)
 
 
 def _method(

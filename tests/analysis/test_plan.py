@@ -376,8 +376,12 @@ def test_a_gpu_gives_the_time_of_update_and_node_averages(capsys):
     assert ahead[all_reduce] == pytest.approx(0.25 + 28 * 1e9 / (0.85 * 3.35e12), rel=5e-3)
     after, _ = steps_on_gpus(capsys, "algorithm.style=atc", "local.name=adamw")
     assert after[one_peer] == pytest.approx(ahead[one_peer] + 4e9 / 4e11, rel=2e-3)
-    given, machine = steps_on_gpus(capsys, "local.name=adamw", "--node", "1ms", "--update", "2ms")
-    assert (machine["node_s"], machine["update_s"]) == (1e-3, 2e-3)
+    times = ["--node", "1ms", "--update", "2ms"]
+    for algorithm in ("dsgd", "dsgt"):  # the update of dsgt was not counted
+        _, machine = steps_on_gpus(capsys, f"algorithm.name={algorithm}", *times)
+        assert (machine["node_s"], machine["update_s"]) == (1e-3, 2e-3)
+    by_all_reduce, _ = steps_on_gpus(capsys, "algorithm.name=parallel", "local.name=momentum")
+    assert by_all_reduce[all_reduce] < by_all_reduce[one_peer]  # all-reduce is hidden
 
 
 def test_gpus_that_are_unknown_or_not_counted_are_rejected(capsys):

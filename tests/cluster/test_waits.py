@@ -225,6 +225,20 @@ def test_ranks_in_different_calls_end_after_the_grace_period(monkeypatch):
     assert now == pytest.approx(waits.INFORM_S + waits.DEPARTURE_GRACE_S, abs=0.5)
 
 
+def test_a_message_to_a_failed_rank_does_not_end_the_sender(monkeypatch):
+    """With ULFM, the test of a request to a failed rank raises an error of MPI."""
+    network = Network(2)
+    monitor = WaitMonitor(network.comm(0), ["a", "b"])
+    monitor.send_status([1], deadline.WORKING)
+
+    def fail(comm):
+        raise RuntimeError("MPI_ERR_PROC_FAILED")
+
+    monkeypatch.setattr(FakeComm, "Test", fail)
+    monitor.send_status([1], deadline.WORKING)
+    assert network.sent == 2
+
+
 # -- judging a wait --------------------------------------------------------------------------------
 
 

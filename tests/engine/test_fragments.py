@@ -65,7 +65,7 @@ def test_a_list_divides_the_model_by_modules():
 @on_each(
     ("modules", "message"),
     [
-        (("0,1", "2,9"), r'"9" is no module with trained parameters; .* such as 0, 1, 2, 3, 4, 5'),
+        (("0,1", "2,9"), r'"9" is no module with parameters; .* such as 0, 1, 2, 3, 4, 5'),
         (("0,1,2,3,4,5,6", "0.weight"), '"0.weight" belongs to fragments 0 and 1, counted from 0;'),
         (("0,1", "2,3"), '3 parameters are in no fragment, "4.weight" is the first; add'),
         (("0,", "1,2,3,4,5,6"), '"" is no module'),

@@ -670,6 +670,21 @@ def test_temporarily_frozen_or_removed_parameters_are_accepted():
     assert torch.equal(values(model)[:35], before[:35]) and not torch.equal(values(model), before)
 
 
+def test_fragments_name_the_modules_that_are_unfrozen_later():
+    model = make()
+    model[2].requires_grad_(False)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"cadence": "every", "period": 2}
+    with pytest.raises(JobError, match=r'parameters are in no fragment, "2\.weight" is the first'):
+        mpigossip.Gossip(SingleProcess(), model, plain, fragments=["0.weight", "0.bias"], **options)
+    optimizer = mpigossip.Gossip(SingleProcess(), model, plain, fragments=["0", "2"], **options)
+    train(optimizer, model, 0, range(2))
+    before = values(model)
+    model[2].requires_grad_(True)
+    train(optimizer, model, 0, range(2, 6))
+    assert not torch.equal(values(model)[35:], before[35:])
+
+
 def test_master_weights_stay_when_other_parameters_are_unfrozen():
     """The model makes ten updates of 1e-3 at 1, each of which bfloat16 would round away."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1)).bfloat16()

@@ -29,6 +29,7 @@ from mpigossip.store.log import LogWriter, read
 from mpigossip.training.assemble import load
 from mpigossip.training.rules import check_member
 from tests.cases import every, on_each
+from tests.launch import patience
 from tests.members.storm import begin
 
 SMALL = [
@@ -129,7 +130,7 @@ def slow_down(monkeypatch, waits):
 @pytest.mark.parametrize("algorithm", ["dsgd", "noloco"])
 def test_fast_members_train_several_chunks_per_round(tmp_path, monkeypatch, algorithm):
     folder = tmp_path / "run"
-    slow_down(monkeypatch, [0.2, 0.01, 0.01])
+    slow_down(monkeypatch, [0.2 * patience(), 0.01, 0.01])
     result = members(folder, 3, *UNEQUAL, algorithm=algorithm)
     assert all(one["finished"] for one in result)
     paths = folder.glob("chain/??????/??????")

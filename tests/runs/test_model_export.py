@@ -231,6 +231,21 @@ def test_an_export_needs_less_memory_than_the_model(tmp_path, monkeypatch):
         assert (file.get_tensor("b").ravel() == mean.astype(np.float32)).all()
 
 
+def test_nodes_with_different_buffers_are_exported_one_by_one(tmp_path):
+    states = [
+        NodeState(
+            np.ones(2, "f4"), ("a",), ((2,),), {"buffers/0/queue": np.ones(3 + k)}, {"index": 0}
+        )
+        for k in range(2)
+    ]
+    temporary = checkpoint.begin(tmp_path, 0)
+    entries = [checkpoint.write_node(temporary, k, state) for k, state in enumerate(states)]
+    path = checkpoint.commit(temporary, tmp_path, 0, entries, "", {})
+    with pytest.raises(StoreError, match="queue; export one of them by --node"):
+        export(path, tmp_path / "model.safetensors")
+    export(path, tmp_path / "model.safetensors", node=1)
+
+
 def test_impossible_exports_are_rejected(trained, tmp_path, monkeypatch):
     folder, summary = trained
     path = Path(summary["checkpoint"])
@@ -238,8 +253,9 @@ def test_impossible_exports_are_rejected(trained, tmp_path, monkeypatch):
         export(path, folder / "model.onnx")
     with pytest.raises(StoreError, match="nodes 0 to 2"):
         export(path, folder / "model.pt", node=3)
-    with pytest.raises(StoreError, match="make its folder first"):
-        export(path, folder / "no" / "bare.pt")
+    for name, most in (("bare.pt", None), ("one.safetensors", None), ("two.safetensors", 1000)):
+        with pytest.raises(StoreError, match="make its folder first"):
+            export(path, folder / "no" / name, most=most)
     assert not [p for p in folder.iterdir() if p.name.startswith(".")]
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

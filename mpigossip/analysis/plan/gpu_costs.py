@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from mpigossip.algorithms.methods import BUILDERS
 from mpigossip.config import Job, JobError
-from mpigossip.config.choices import spec_of
+from mpigossip.config.choices import keyword_only, spec_of
 from mpigossip.training.machines import Machine
 
 EFFICIENCY = 0.85
@@ -101,13 +101,22 @@ def local_step(job: Job) -> str:
     return job.local.name or str(implied)
 
 
+def style_of(job: Job) -> str:
+    """Return the style of the job's algorithm, "atc" or "awc"; "" if it has none."""
+    spec = spec_of(BUILDERS, job.algorithm.name)
+    options = keyword_only(spec.build)[0] if spec else {}
+    if "style" not in options:
+        return ""
+    _, default = options["style"]
+    return str(job.algorithm.options.get("style", default))
+
+
 def update_of(job: Job) -> Update:
     """Return the counts of the job's algorithm.
 
     :raises JobError: if they were not counted
     """
-    style = str(job.algorithm.options.get("style", ""))
-    key = job.algorithm.name, style, local_step(job)
+    key = job.algorithm.name, style_of(job), local_step(job)
     if key not in UPDATES:
         counted = "; ".join(" ".join(filter(None, known)) for known in UPDATES)
         name = " ".join(filter(None, key))
@@ -137,19 +146,19 @@ def with_gpu(machine: Machine, job: Job, slots: int, elements: int, local: str) 
     if not machine.gpu:
         return machine
     gpu = GPUS[machine.gpu]
-    combine_rate = slots * EFFICIENCY * gpu.memory_rate * ELEMENT / SUM_BYTES
+    words = {"update_s": "update", "node_s": "node-local", "combine_rate": "sum"}
+    computed = {name for name, word in words.items() if machine.sources.get(word) != "given"}
+    values = {"combine_rate": slots * EFFICIENCY * gpu.memory_rate * ELEMENT / SUM_BYTES}
     if job.algorithm.name == "parallel":
         # DistributedDataParallel: its all-reduce averages inside the node, too, and each GPU
         # updates the whole model.
         update = Update(FUSED.get(local, FUSED["adamw"]), 1)
-        update_s = update_seconds(gpu, update, 1, elements)
-        node_s = 0.0
+        values["update_s"] = update_seconds(gpu, update, 1, elements)
+        values["node_s"] = 0.0
     else:
-        update_s = update_seconds(gpu, update_of(job), slots, elements)
-        node_s = node_seconds(gpu, slots, elements)
-    values = {"update_s": update_s, "node_s": node_s, "combine_rate": combine_rate}
-    words = {"update_s": "update", "node_s": "node-local", "combine_rate": "sum"}
-    computed = {name for name, word in words.items() if machine.sources.get(word) != "given"}
+        if "update_s" in computed:
+            values["update_s"] = update_seconds(gpu, update_of(job), slots, elements)
+        values["node_s"] = node_seconds(gpu, slots, elements)
     sources = {words[name]: f"data sheet of {machine.gpu}" for name in sorted(computed)}
     changed = machine.with_values({name: values[name] for name in sorted(computed)})
     return replace(changed, sources=machine.sources | sources)

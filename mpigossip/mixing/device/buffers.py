@@ -74,6 +74,7 @@ class DeviceBuffers:
         self._copied: list[list[torch.cuda.Event | None]] = []
         self.host: HostBuffers | None = None
         self._average_inboxes: list[torch.Tensor] = []
+        self._means_memory: dict[tuple[str, int], torch.Tensor] = {}
         self._totals: dict[int, torch.Tensor] = {}
         self._checks: dict[int, Callable[[], None]] = {}
         self._unpin: Callable[[], None] = lambda: None
@@ -239,19 +240,45 @@ class DeviceBuffers:
         """Return the exact mean over all nodes of an array of each slot, on the slots' devices.
 
         The transport must access the devices, and no round may be in flight. This waits until the
-        means are complete.
+        means are complete. MPI gets memory of the transport only, because the proof at the start of
+        the run has tried no other memory; the next call overwrites the result.
 
         :param arrays: for each slot, an array (p,) on its device, written by its current stream
         :param transport: transport that sends the arrays
         """
-        own = [array.contiguous() for array in arrays]
-        out = [torch.empty_like(array) for array in own]
+        if transport.in_main:
+            own = [array.contiguous() for array in arrays]
+            out = [torch.empty_like(array) for array in own]
+        else:
+            own = self._like(arrays, transport, "own")
+            out = self._like(arrays, transport, "mean")
+            for memory, array in zip(own, arrays, strict=True):
+                memory.copy_(array)
         for slot_streams in self._streams:
             slot_streams.follow(slot_streams.ready())
         self._average_arrays(own, out, self._swap(transport))
         transport.wait_for_swaps("average of models")
         self.complete()
         return out
+
+    def _like(
+        self, arrays: Sequence[torch.Tensor], transport: Transport, name: str
+    ) -> list[torch.Tensor]:
+        """Return memory of the transport for each slot, with the length and dtype of its array.
+
+        :param arrays: for each slot, an array (p,) on its device
+        :param transport: transport that allocates the memory
+        :param name: name of the memory, which later calls use again
+        """
+        views = []
+        for slot, array in enumerate(arrays):
+            needed = array.numel() * array.element_size()
+            memory = self._means_memory.get((name, slot))
+            if memory is None or len(memory) < needed:
+                memory = transport.allocate(needed, array.device)
+                self._means_memory[name, slot] = memory
+            views.append(memory[:needed].view(array.dtype))
+        return views
 
     def _on_host(self, host: HostBuffers, transport: Transport) -> float:
         layout = self._layout
