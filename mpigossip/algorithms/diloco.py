@@ -8,7 +8,7 @@ import torch
 from mpigossip.algorithms.base import Algorithm, Decay, Step, init_from, inner_update
 from mpigossip.algorithms.gossip import AVERAGING
 from mpigossip.algorithms.local import Local
-from mpigossip.algorithms.outer import OuterOptimizer
+from mpigossip.algorithms.outer_optimizers import OuterOptimizer
 from mpigossip.config import JobError
 from mpigossip.config.limits import AboveZero, Positive, Share
 from mpigossip.config.toml import show

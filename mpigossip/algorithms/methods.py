@@ -157,7 +157,11 @@ phase.
 
 
 def takes_local(name: str) -> bool:
-    """Return whether algorithm ``name`` uses a local step; otherwise, it has its own update."""
+    """Return whether ``name`` is an algorithm of the package that takes any local step.
+
+    The result is False for an algorithm with its own update, and for every custom algorithm
+    ("module:function"): whether its step is the local step is not known.
+    """
     spec = spec_of(BUILDERS, name)
     return spec is not None and LOCAL in spec.implies
 

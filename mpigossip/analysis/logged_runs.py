@@ -132,14 +132,20 @@ def short_names(folders: Sequence[Path], longest: int = 32) -> list[str]:
     """Return a short unique name for each folder: the last parts of its path.
 
     :param folders: paths of run directories
-    :param longest: largest number of characters; longer names lose their beginning, because a
-        legend must leave room for the axes
+    :param longest: largest number of characters, because a legend must leave room for the axes;
+        longer names lose their beginning, or their middle if the names of two folders would become
+        equal; if this would make names equal, too, all names stay complete
     """
     for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
         names = ["/".join(folder.parts[-parts:]) for folder in folders]
         if len(set(names)) == len(set(folders)):
             break
-    return [name if len(name) <= longest else f"…{name[1 - longest :]}" for name in names]
+    for kept in range(0, longest - 1, longest // 4):
+        tail = longest - 1 - kept
+        short = [n if len(n) <= longest else f"{n[:kept]}…{n[-tail:]}" for n in names]
+        if len(set(short)) == len(set(folders)):
+            return short
+    return names
 
 
 def description(log: Log) -> str:

@@ -24,12 +24,14 @@ LINE = 0.21
 
 
 def plot(runs: Sequence[Path], out: Path) -> None:
-    """Write a PNG file that compares runs; each run has its own colour, line style and marker.
+    """Write a PNG file with one run, or one that compares runs.
 
-    The panels show the loss and the task's metrics against steps and against training time, the
-    consensus distance, the difference between the nodes' models, the time of a step, the bytes
-    sent and, for asynchronous exchanges, the staleness. If the epochs of the runs have different
-    numbers of steps, epochs are used in place of steps.
+    Each run has its own colour, line style and marker. The panels of one run show the loss and the
+    task's metrics against steps, the consensus distance, the time of a step and, for asynchronous
+    exchanges, the staleness. The panels of several runs also show the loss and the metrics against
+    training time, the difference between each node's model and the averaged model, and the bytes
+    sent. If the epochs of the runs have different numbers of steps, epochs are used in place of
+    steps.
 
     :param runs: run directories or logs
     :param out: file to write

@@ -19,7 +19,7 @@ class Cause(enum.Enum):
     EXIT = "the program has ended or called sys.exit(0), and no error has left its world"
     ERROR = (
         "an exception that is not a Failure: a user error, an interrupt or a bug; at the exit, any "
-        "error that has left the world, such as sys.exit(1) in it"
+        "error that has left the world, such as sys.exit(1) in it, or a Failure that was caught"
     )
     FAILURE = "a Failure, such as a wait at its time limit, after which exchanges may be open"
 
@@ -72,7 +72,10 @@ ACTIONS = {
     (Cause.FAILURE, Others.ERRORS): Action.ABORT,
     (Cause.FAILURE, Others.RUNNING): Action.ABORT,
     # At the exit of the interpreter. EXIT with RUNNING does not occur, because a rank without an
-    # error waits without a limit until all ranks exit.
+    # error waits without a limit until all ranks exit. FAILURE does not occur: a Failure that the
+    # hook handles aborts the job, and one that the program catches, as `mpigossip train` does, is
+    # an ERROR. Its open exchanges may prevent the end of MPI_Finalize, so after an error, a
+    # watchdog ends the process after `exception_reports.EXIT_LIMIT_S` seconds.
     (Cause.EXIT, Others.EXITING): Action.FINALIZE,
     (Cause.EXIT, Others.STUCK): Action.SKIP_FINALIZE,
     (Cause.ERROR, Others.EXITING): Action.FINALIZE,

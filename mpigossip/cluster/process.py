@@ -237,12 +237,16 @@ class ExitHandler:
             abort(comm, self.code)
         if action is Action.SKIP_FINALIZE:
             exit_without_finalize(code)
+        if self.code:
+            # If the program has caught a Failure, as the command line does, exchanges may be open,
+            # and the exception hook has not started a watchdog.
+            start_watchdog(exception_reports.EXIT_LIMIT_S, os._exit, code)
         for release in self.before_finalize:
             with contextlib.suppress(MPI.Exception):  # MPI_Finalize then reports what is open
                 release(comm)
         if finalize or self.code:
             # Call it through ctypes: mpi4py would hold the interpreter's lock, which the thread of
-            # `exception_reports.exit_with_watchdog` needs.
+            # the watchdog needs.
             ctypes.CDLL(MPI.__file__).MPI_Finalize()
 
     def _wait_for_others(self, comm: "MPI.Comm", code: int) -> Others:

@@ -48,7 +48,10 @@ class Request(NamedTuple):
 
 
 class SampleError(Exception):
-    """Error of one sample of a batch; `__cause__` is the exception that the sample has raised."""
+    """Error that a dataset raised when it was asked for one sample; `__cause__` is its exception.
+
+    :param index: index of the sample in the dataset
+    """
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -99,7 +102,7 @@ class JobData(ABC):
     def load(self, request: Request) -> Nested:
         """Load the batch of a request into host memory, in the form that is sent between processes.
 
-        :raises SampleError: if a sample raises an exception, and it is known which sample this is
+        :raises SampleError: if a dataset raises an exception when it is asked for one sample
         """
 
     def transform(self, batch: Nested) -> Nested:

@@ -24,7 +24,8 @@ GRACE_S = 10.0
 class ThreadGroup(Group):
     """Group of slots in threads, on the cores of this host or on one GPU.
 
-    Slot 0 runs in the thread that calls the methods.
+    If the slots are on several GPUs, a `TorchGroup` uses this group to run their threads, and
+    computes the sums itself. Slot 0 runs in the thread that calls the methods.
     """
 
     def __init__(
@@ -39,8 +40,8 @@ class ThreadGroup(Group):
 
         :param slots: number of slots
         :param threads: number of torch threads of each slot; torch sets it per thread
-        :param devices: device of each slot; None: the CPU. Sums over slots need memory that all
-            slots can access, so all must be on the same device
+        :param devices: device of each slot; None: the CPU. The sums of this group need memory that
+            all slots can access, so all must be on the same device unless a `TorchGroup` sums
         :param first: number of the first slot in the node, for messages, if other ranks of the node
             have slots, too
         :param timeout_s: time limit in seconds; a slot is late if it takes longer than

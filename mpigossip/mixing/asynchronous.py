@@ -257,7 +257,9 @@ class Asynchronous(WindowAccess, RankMixer):
     def _read_all(self, nodes) -> None:
         """Copy the newest model of each of ``nodes``; the progress thread calls this.
 
-        If the owner overwrites the model meanwhile, it is read again, up to `TRIES` times.
+        If the owner writes to its model during a read, the model is read again. After `TRIES` such
+        reads, the copy stays incomplete, and the round omits this neighbour. ``torn`` counts these
+        reads.
         """
         for copy, j in zip(self._copies, map(int, nodes), strict=False):
             for _ in range(TRIES):

@@ -353,10 +353,12 @@ class Synchronous(RankMixer):
     def _end_round(self) -> None:
         """Wait until the last round's message has been read; free the inbox buffers of that round.
 
-        The inbox has two buffers for each in-neighbour, which rounds use in turn. The buffers of
-        round t are therefore written again in round t + 2, and this notifies the ranks that send to
-        this rank in that round, which may differ from round t. The main thread does this,
-        because waking the idle progress thread would take longer.
+        With the transport `Windows`, the inbox has two buffers for each in-neighbour, which rounds
+        use in turn. The buffers of round t are therefore written again in round t + 2, and this
+        notifies the ranks that send to this rank in that round, which may differ from round t. The
+        other transports have one buffer and notify nobody, so that their ``release`` ignores the
+        plan of round t + 2. The main thread does this, because waking the idle progress thread
+        would take longer.
         """
         exchange = self._exchange
         self._exchange = None
@@ -391,10 +393,11 @@ class Synchronous(RankMixer):
     def _unused_rounds(self) -> list[tuple[int, RoundPlan]]:
         """Return index and plan of the rounds whose buffers were freed but that will not be run.
 
-        The end of round ``index`` frees the buffers of round ``index + 2``. After the last round,
-        these are the rounds ``last + 1`` and ``last + 2``. Out-neighbours have sent notifications
-        for them, which have to be received before the transport is closed. Nothing frees the
-        buffers of rounds 0 and 1, because they are free from the beginning.
+        Only the transport `Windows` uses them. With it, the end of round ``index`` frees the
+        buffers of round ``index + 2``. After the last round, these are the rounds ``last + 1`` and
+        ``last + 2``. Out-neighbours have sent notifications for them, which have to be received
+        before the transport is closed. Nothing frees the buffers of rounds 0 and 1, because they
+        are free from the beginning.
         """
         last = self._last_index
         indexes = () if last is None else range(max(2, last + 1), last + 3)

@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import nn
 
-from mpigossip.algorithms.outer import setting_of
+from mpigossip.algorithms.outer_optimizers import setting_of
 from mpigossip.cluster import deadline
 from mpigossip.cluster.process import check_process
 from mpigossip.cluster.world import World
@@ -649,7 +649,12 @@ class Gossip(torch.optim.Optimizer):
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free windows and threads; collective. The world calls this when it closes."""
+        """End the run, then free windows and threads; collective.
+
+        If there is a run directory, this saves the last step, and writes the end of the log and the
+        summary, unless an exception ends the program. Asynchronous nodes and nodes with ``survive``
+        wait here until all nodes have left their loops. The world calls this when it closes.
+        """
         check_process()
         # Asynchronous nodes and survivors take part in exchanges of others until all nodes end.
         alone = self.mixer.synchronous and not self._world.survives

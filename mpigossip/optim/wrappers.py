@@ -76,14 +76,16 @@ def _node(world: World | None) -> list[int]:
 
 
 def check_late(model: nn.Module, world: World | None = None) -> None:
-    """Check for DDP that was applied after Gossip was created.
+    """Check for DDP or FSDP that was applied after Gossip was created.
 
-    This inspects all objects of the interpreter, so it is called once only.
+    This inspects all objects of the interpreter, so it is called only when the flat parameters are
+    created.
 
-    :param model: the model of the program
+    :param model: the model of the program, whose gathered parameters are freed
     :param world: as in :func:`check`
-    :raises JobError: if the model is joined over ranks of other nodes, or over only some ranks of
-        its node
+    :raises JobError: if DDP or `fully_shard` joins the model over ranks of other nodes, or over
+        only some ranks of its node; if the model is in FSDP1; or if only some of its trained
+        parameters are sharded
     """
     _sharded(model, world)
     if distributed.is_available() and distributed.is_initialized():

@@ -414,10 +414,9 @@ def _problem(path: Path) -> str:
     try:
         for entry in read_manifest(path).entries:
             with reading(file := path / entry.file):
-                if file.stat().st_size != entry.bytes:
-                    raise ValueError(
-                        f"its size differs from the {entry.bytes} bytes that the manifest lists"
-                    )
+                size = file.stat().st_size
+                if size != entry.bytes:
+                    raise ValueError(f"it has {size} bytes, but the manifest lists {entry.bytes}")
     except StoreError as error:
         if getattr(error.__cause__, "errno", None) not in (None, errno.ENOENT, errno.ENOTDIR):
             raise

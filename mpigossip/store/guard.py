@@ -304,8 +304,8 @@ def _chunks(path: str, data: h5d.DatasetID, size: int, width: int, checked: bool
     :param size: number of bytes of the file
     :param width: number of bytes of an element
     :param checked: whether each chunk has a checksum of 4 bytes
-    :raises ValueError: if a chunk is incomplete, was stored without its filter, or if the chunks
-        are larger than the file
+    :raises ValueError: if a chunk has another size, does not lie in the file, or was stored without
+        its checksum, or if the chunks are larger than the file
     """
     chunk_bytes = math.prod(data.get_create_plist().get_chunk()) * width + 4 * checked
     count = 0
@@ -313,8 +313,14 @@ def _chunks(path: str, data: h5d.DatasetID, size: int, width: int, checked: bool
     def check(chunk: Any) -> None:
         nonlocal count
         count += 1
-        if chunk.size != chunk_bytes or chunk.filter_mask or chunk.byte_offset + chunk_bytes > size:
-            raise ValueError(f'the chunk of "{path}" at {chunk.chunk_offset} is truncated')
+        name = f'the chunk of "{path}" at {chunk.chunk_offset}'
+        if chunk.filter_mask:
+            raise ValueError(f"{name} was stored without its checksum")
+        if chunk.size != chunk_bytes or chunk.byte_offset + chunk_bytes > size:
+            raise ValueError(
+                f"{name} has {chunk.size} bytes at position {chunk.byte_offset} of a file of "
+                f"{size} bytes: it must have {chunk_bytes} bytes, and lie in the file"
+            )
         if count * chunk_bytes > size:
             raise ValueError(f'"{path}" has more chunks than fit into the file')
 

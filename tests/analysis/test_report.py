@@ -136,6 +136,12 @@ def test_names_of_runs_are_unique_and_short():
     assert short_names([Path("/x/one/a"), Path("/x/two/a")]) == ["one/a", "two/a"]
     (name,) = short_names([Path("/x") / ("long" * 20)])
     assert len(name) == 32 and name.startswith("…") and name.endswith("long")
+    run = "imagenet-resnet50-one-peer-exponential-32"
+    first, second = short_names([Path("/x/first") / run, Path("/x/second") / run])
+    assert first != second and len(first) == len(second) == 32
+    assert first.startswith("first/") and first.endswith("-exponential-32")
+    middles = [Path("/x") / f"{'a' * 40}{k}{'b' * 40}" for k in range(2)]
+    assert len(set(short_names(middles))) == 2
 
 
 @pytest.mark.parametrize(

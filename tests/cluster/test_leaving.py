@@ -88,6 +88,27 @@ def test_a_thread_left_in_a_call_of_mpi_changes_no_exit_code(mpirun, given, code
     assert done.returncode == code, done.stderr
 
 
+CAUGHT = """
+import sys, time, mpigossip
+from mpigossip.cluster import exception_reports
+from mpigossip.cluster.process import exit_handler
+from mpigossip.config.errors import Failure
+exception_reports.EXIT_LIMIT_S = 0.5
+exit_handler.before_finalize.append(lambda comm: time.sleep(999))
+try:
+    with mpigossip.world():
+        raise Failure("a wait has reached its time limit")
+except Failure as error:
+    sys.exit(error.code)  # as the command line does
+"""
+
+
+def test_a_hanging_end_of_mpi_after_a_caught_failure_is_abandoned(mpirun):
+    """The exception hook, which starts a watchdog, does not run if the program has caught it."""
+    done = mpirun(2, [sys.executable, "-c", CAUGHT], timeout=45, warm=False)
+    assert done.returncode == 1, done.stderr
+
+
 def slow_ranks(comm):
     """Let rank 1 be late by 1 s: after a loop, in its last step, or when all close."""
     waits.DEPARTURE_GRACE_S = 0.1

@@ -230,6 +230,17 @@ def packed_column(file):
     file.create_dataset("steps/loss", (20, 3), "f8", chunks=(20, 3), compression="gzip")
 
 
+def forged_chunk(values, filter_mask):
+    """Return a function that writes a column whose chunk has other bytes than its filter makes."""
+
+    def change(file):
+        del file["steps/loss"], file["loss"]
+        data = file.create_dataset("steps/loss", (20, 3), "f8", chunks=(20, 3), fletcher32=True)
+        data.id.write_direct_chunk((0, 0), np.zeros(values).tobytes(), filter_mask)
+
+    return change
+
+
 def unnumbered(file):
     file["steps/step"][3] = 2
 
@@ -238,6 +249,9 @@ LOGS = {
     "2^27 rows": (rows, "ascend|too many"),
     "scattered": (scattered, "tables declare"),
     "compressed": (packed_column, "steps/loss.* filters"),
+    "without its checksum": (forged_chunk(60, 1), "steps/loss.* without its checksum"),
+    "long chunk": (forged_chunk(61, 0), "steps/loss.* has 488 bytes .* must have 484 bytes"),
+    "short chunk": (forged_chunk(59, 0), "steps/loss.* has 472 bytes .* must have 484 bytes"),
     "external": (
         set_dataset("steps/other", h5py.ExternalLink("/etc/passwd", "/x")),
         "is a .* link",

@@ -13,7 +13,7 @@ import torch
 import mpigossip
 from mpigossip import algorithms
 from mpigossip.algorithms import Step
-from mpigossip.algorithms.outer import OuterOptimizer, setting_of
+from mpigossip.algorithms.outer_optimizers import OuterOptimizer, setting_of
 from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.graphs import graph

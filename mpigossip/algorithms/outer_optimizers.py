@@ -185,7 +185,9 @@ def setting_of(outer: Any, parameters: Iterable[torch.Tensor]) -> dict[str, Any]
     :param outer: an optimizer of the model's parameters, whose settings are read now; a class or a
         `functools.partial` of one; or the setting itself
     :param parameters: parameters of the model that are trained
-    :raises JobError: if the settings can't be expressed by names and numbers
+    :raises JobError: if ``outer`` is of another type, if its parameter groups have different
+        settings, if it lacks a trained parameter of the model, or if a learning-rate scheduler
+        belongs to it
     """
     if isinstance(outer, Mapping):
         return dict(outer)
