@@ -42,7 +42,7 @@ def test_clipping_waits_once_for_each_device(clip, monkeypatch):
     settings = ["node.cuda_graphs=never", f"algorithm.clip_norm={clip}"]
     with trainer("cuda:0,1", *settings) as made, counted() as waits:
         made.step()
-    assert waits == Counter(work=2, check_message=2, square_norms=2)
+    assert waits == Counter(work=2, check_message=2, _sum_blocks=2)
 
 
 def test_the_norm_of_many_blocks_waits_once():
@@ -53,7 +53,7 @@ def test_the_norm_of_many_blocks_waits_once():
     on_gpu = x.to("cuda:0")
     with counted() as waits:
         norms = square_norms(on_gpu, on_gpu[0])
-    assert waits == Counter(square_norms=1) and norms[0] == 0
+    assert waits == Counter(_sum_blocks=1) and norms[0] == 0
     blocks = (x[1] - x[0].double()).split(1 << 24)
     assert norms[1] == sum(float((block * block).sum()) for block in blocks)
 
