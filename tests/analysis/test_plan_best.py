@@ -182,6 +182,21 @@ def test_all_reduce_is_recommended_without_a_command(what):
         assert "mpigossip train" not in output and "algorithm.name=parallel" not in output
 
 
+@pytest.mark.parametrize("name", ["diloco", "gasloc"])
+def test_a_job_with_a_period_is_compared_with_dsgd_in_each_step(name):
+    """DiLoCo without a period, on a graph, is not a method that anyone proposes."""
+    cadence = "cpsgd" if name == "diloco" else "every"
+    where = {"algorithm": {"name": name}, "cadence": {"name": cadence, "period": 64}}
+    where["local"] = {"name": "adamw"}
+    offers, left_out = proposals(where, [], subject(assemble.load(where))[0], machine(1e7), N)
+    labels = {proposal.label for proposal in offers}
+    assert {"dsgd, one-peer-exponential", "dsgd, one-peer-exponential, bf16"} <= labels
+    assert "diloco, one-peer-exponential" not in labels | left_out.keys()
+    (proposal,) = [p for p in offers if p.label == "dsgd, one-peer-exponential"]
+    assert "algorithm.style=awc" in proposal.settings and proposal.row.hidden_s > 0
+    assert proposal.evidence is None or proposal.evidence.method.startswith("dsgd")
+
+
 def test_a_proposal_uses_the_planned_epochs_and_slots(what):
     wide = replace(what, slots=4)
     for proposal in proposals(JOB, [], wide, machine(1e7), N, 3)[0]:

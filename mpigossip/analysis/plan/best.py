@@ -29,6 +29,8 @@ PERIODS = (8, 32, 128)
 FRAGMENTS = 4
 """Number of fragments that are tried with each period; a fragment is exchanged during later
 steps."""
+PERIODIC = ("diloco", "gasloc")
+"""Algorithms that are proposed with the periods above only, and not with an exchange per step."""
 WITHIN = 1.1
 """A proposal counts as fast as the fastest one if its time is at most this multiple of it."""
 
@@ -73,6 +75,9 @@ def _ways(job: Job, n: int) -> Iterator[Proposal]:
     if always_global(job):
         method = GOSSIP
     same_method = (f"algorithm.name={method}",)
+    if method in PERIODIC:
+        method = "dsgd"
+        same_method = ("algorithm.name=dsgd", "algorithm.style=awc")
     graphs = ("one-peer-exponential", "one-peer-hypercube", "base-2", "exponential", "ring")
     for graph in graphs:
         if n & (n - 1) and graph == "one-peer-exponential":
