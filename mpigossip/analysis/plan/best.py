@@ -74,7 +74,7 @@ def _ways(job: Job, n: int) -> Iterator[Proposal]:
     method = job.algorithm.name
     if always_global(job):
         method = GOSSIP
-    same_method = (f"algorithm.name={method}",)
+    same_method: tuple[str, ...] = (f"algorithm.name={method}",)
     if method in PERIODIC:
         method = "dsgd"
         same_method = ("algorithm.name=dsgd", "algorithm.style=awc")
