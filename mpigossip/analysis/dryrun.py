@@ -96,7 +96,7 @@ def _rates(job: Job, n: int, per_step: int, steps: int) -> list[str]:
 
 
 def _traffic(job: Job, planned: costs.Exchanges, what: costs.Subject) -> list[str]:
-    """Return a text on the bytes that a node sends in an average step, and in a ring all-reduce."""
+    """Return a text on the bytes per step: of an average step, and of a float32 ring all-reduce."""
     ring = bytes_per_exchange(planned.parts.graph, ExchangeKind.GLOBAL, 0, 0, 4 * what.flat.size)
     average = planned.bytes_per_step
     ratio = f"{average / ring:.2f} x" if ring else "against"
@@ -104,7 +104,7 @@ def _traffic(job: Job, planned: costs.Exchanges, what: costs.Subject) -> list[st
     return _row(
         "traffic",
         f"{format_bytes(average)} per node and step between nodes ({vectors}, {job.node.wire}); "
-        f"{ratio} the {format_bytes(ring)} of a ring all-reduce",
+        f"{ratio} the {format_bytes(ring)} of a ring all-reduce in float32",
     )
 
 

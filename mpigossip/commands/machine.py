@@ -258,7 +258,7 @@ def _add_plan(commands) -> None:
         type=percent,
         default=(1.0, 0.5),
         metavar=("LOSS", "POINTS"),
-        help="largest cost with --best; default: 1 %% and 0.5 points",
+        help="largest costs, %% and points; default: --accept 1 0.5",
     )
     plan.add_argument(
         "--members",
@@ -475,6 +475,5 @@ def _best(options, what, machine, epochs) -> None:
     if options.json:
         print_safe(json.dumps({n: as_json(*proposed, accept) for n, proposed in best.items()}))
         return
-    job = options.job or Path("JOB.toml")
-    texts = [text(job, *proposed, n, accept) for n, proposed in best.items()]
+    texts = [text(options.job, *proposed, n, accept) for n, proposed in best.items()]
     print_safe("\n\n".join(texts))

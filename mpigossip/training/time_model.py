@@ -153,6 +153,11 @@ class Timing:
         elif per_tensor:
             self.collectives = max(1, len(module.tensors))
         """Number of consecutive global averages into which an exchange is divided."""
+        self.backward_s = BACKWARD * machine.compute_s
+        """Seconds of the backward pass that DistributedDataParallel's messages overlap with."""
+        if as_ddp:
+            # With no_sync(), only the last of several backward passes sends gradients.
+            self.backward_s /= self.parts.job.algorithm.accumulate
         self.element_size = module.element_size if as_ddp else 4
         self.broadcast_s = self._broadcast_s(module.buffers) if as_ddp else 0.0
         """Seconds before each forward pass in which DistributedDataParallel sends the buffers."""
@@ -222,9 +227,9 @@ class Timing:
         """Return the seconds of an exchange that overlap with computation.
 
         If the method sends ahead, the message overlaps with the whole computation. With
-        DistributedDataParallel, all but the last bucket overlap with backward, and the broadcast of
-        buffers does not overlap. With a delay, the exchange overlaps with the steps until it is
-        applied.
+        DistributedDataParallel, all but the last bucket overlap with the backward pass of the last
+        part of a batch (`algorithm.accumulate`), and the broadcast of buffers does not overlap.
+        With a delay, the exchange overlaps with the steps until it is applied.
 
         :param wire: seconds of the messages, from :meth:`message_s`
         :param sums: seconds of the weighted sums, from :meth:`message_s`
@@ -236,7 +241,7 @@ class Timing:
         if self.delay:
             return np.minimum(total, self.delay * self.steady_s)
         early = (1 - self.last) * (total - self.broadcast_s)
-        return np.minimum(early, BACKWARD * compute)
+        return np.minimum(early, self.backward_s)
 
     def exchange_s(self, kind: ExchangeKind, t: int | None) -> tuple[float, float]:
         """Return the seconds of an exchange without waiting, and how many of them overlap.

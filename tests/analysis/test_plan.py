@@ -1,6 +1,8 @@
 """`mpigossip plan`: its formulas, its command line."""
 
+import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -395,3 +397,52 @@ def test_gpus_that_are_unknown_or_not_counted_are_rejected(capsys):
     assert "--gpu needs --compute" in capsys.readouterr().err
     assert main(["plan", *EXAMPLE, "--gpu", "h100", "--best"]) == 2
     assert "--gpu excludes --best and --members" in capsys.readouterr().err
+
+
+def test_indented_rows_follow_the_row_whose_graph_they_share(capsys):
+    """The time in an indented row belongs to the graph above it."""
+    words = ["plan", "--parameters", "1.3B", "--nodes", "8", "--compute", "600ms"]
+    words += ["--bandwidth", "25Gbit", "--latency", "20us", "node.devices=cuda:0-7"]
+    for more in ([], ["--dtype", "bf16"], ["graph.name=ring"], ["algorithm.name=parallel"]):
+        assert not main([*words, *more])
+        output = capsys.readouterr().out.partition("at 8 nodes")[2].splitlines()[1:]
+        assert not main([*words, *more, "--json"])
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        known = {(row["graph"], row["cadence"], row["wire"]): row for row in rows}
+        graph_name, indented = "", []
+        for line in itertools.takewhile(bool, output):
+            *words_of_label, milliseconds, _, _ = line.split()
+            label = " ".join(words_of_label)
+            step = float(milliseconds.replace(",", ""))
+            cadence = label.partition(",")[0] if "," in label else "every"
+            if not line.startswith(" "):
+                graph_name, key = label, ("always", "fp32")
+            else:
+                key = ("always", label[5:]) if label.startswith("wire ") else (cadence, "fp32")
+                indented.append((graph_name, *key))
+            assert step == pytest.approx(1e3 * known[graph_name, *key]["step_s"], rel=5e-3), line
+        own = "ring" if "ring" in "".join(more) else "one-peer-exponential"
+        assert {(own, "every", "fp32"), (own, "always", "bf16")} <= set(indented)
+        if "--dtype" in more:  # all-reduce sends bf16: so does a row of each graph
+            graphs = {row["graph"] for row in rows} - {ALL_REDUCE}
+            assert {(name, "always", "bf16") for name in graphs} <= set(indented)
+
+
+def test_all_reduce_overlaps_with_the_last_part_of_a_batch_only(capsys):
+    """DistributedDataParallel sends gradients of several backward passes in the last one."""
+    words = ["plan", "--parameters", "1.3B", "--nodes", "8", "--compute", "600ms"]
+    words += ["--bandwidth", "25Gbit", "--json"]
+
+    def rows(accumulate):
+        assert not main([*words, f"algorithm.accumulate={accumulate}"])
+        every_row = json.loads(capsys.readouterr().out)["rows"]
+        known = {(row["graph"], row["cadence"], row["wire"]): row for row in every_row}
+        return [known[graph, "always", "fp32"] for graph in (ALL_REDUCE, "one-peer-exponential")]
+
+    whole, parts = rows(1), rows(4)
+    assert whole[0]["hidden_s"] == pytest.approx(0.4) == 4 * parts[0]["hidden_s"]
+    assert parts[0]["step_s"] - whole[0]["step_s"] == pytest.approx(0.3)
+    assert parts[1]["step_s"] == whole[1]["step_s"]  # style awc sends during all parts
+    assert not main([*words[:-1], "algorithm.accumulate=4"])
+    output = capsys.readouterr().out
+    assert re.search(r"^backward passes of a step +4  algorithm.accumulate$", output, re.M)

@@ -88,11 +88,12 @@ def test_the_settings_of_every_proposal_are_valid(what, n):
         if proposal.level:  # level 0 is the all-reduce of DDP
             sent = exchanges(subject(job)[0], n).bytes_per_step
             assert proposal.row.bytes_per_step == pytest.approx(sent)
+    offers = [p for p in measured(offers) if p.level]  # a command is printed for gossip only
     output = text(JOB, offers, left_out, n, ACCEPT)
     (command,) = [line for line in output.splitlines() if "mpigossip train" in line]
     chosen = best(offers, ACCEPT)
     assert command.split() == ["mpigossip", "train", str(JOB), "run.seed=3", *chosen.settings]
-    assert output.count("\n* ") == 1
+    assert output.count("\n* ") == 2  # its row, and the conclusion
     assert max(len(line) for line in output.splitlines() if line != command) <= 80
     assert all(f"left out: {label}" in output for label in left_out)
 
@@ -119,7 +120,8 @@ def test_the_printed_command_has_each_key_once():
         fragments = job.cadence.options.get("fragments", 1)
         assert fragments == (4 if "4 fragments" in proposal.label else 1), proposal.label
         assert job.run.seed == 4
-    output = text(JOB, offers, left_out, N, ACCEPT)
+    gossip = [proposal for proposal in measured(offers) if proposal.level]
+    output = text(JOB, gossip, left_out, N, ACCEPT)
     assert output.count("run.seed") == 1
 
 
@@ -164,8 +166,35 @@ def test_a_model_of_a_given_size_gets_proposals(capsys):
     assert chosen["evidence"]["model"].startswith("GPT") and chosen["evidence"]["cost"] < 25
     assert not main(words)
     output = capsys.readouterr().out
-    assert "mpigossip train JOB.toml" in output and "e+0" not in output
-    assert "Stay with all-reduce" in output
+    assert "Stay with all-reduce" in output and "e+0" not in output
+    assert not main([*words, "--accept", "25", "0.5"])
+    output = capsys.readouterr().out
+    command = " ".join(chosen["settings"])
+    assert f"\nits settings, in a job file of your own:\n  {command}\n" in f"{output}\n"
+    assert "JOB.toml" not in output
+
+
+def test_all_reduce_is_recommended_without_a_command(what):
+    """The algorithm `parallel` sends float32 after backward: it is not the row of the table."""
+    for job in (JOB, None):
+        output = text(job, *offered(what, 1e12), N, ACCEPT)
+        assert "Keep DistributedDataParallel" in " ".join(output.split())
+        assert "mpigossip train" not in output and "algorithm.name=parallel" not in output
+
+
+@pytest.mark.parametrize("name", ["diloco", "gasloc"])
+def test_a_job_with_a_period_is_compared_with_dsgd_in_each_step(name):
+    """DiLoCo without a period, on a graph, is not a method that anyone proposes."""
+    cadence = "cpsgd" if name == "diloco" else "every"
+    where = {"algorithm": {"name": name}, "cadence": {"name": cadence, "period": 64}}
+    where["local"] = {"name": "adamw"}
+    offers, left_out = proposals(where, [], subject(assemble.load(where))[0], machine(1e7), N)
+    labels = {proposal.label for proposal in offers}
+    assert {"dsgd, one-peer-exponential", "dsgd, one-peer-exponential, bf16"} <= labels
+    assert "diloco, one-peer-exponential" not in labels | left_out.keys()
+    (proposal,) = [p for p in offers if p.label == "dsgd, one-peer-exponential"]
+    assert "algorithm.style=awc" in proposal.settings and proposal.row.hidden_s > 0
+    assert proposal.evidence is None or proposal.evidence.method.startswith("dsgd")
 
 
 def test_a_proposal_uses_the_planned_epochs_and_slots(what):

@@ -381,6 +381,9 @@ def test_the_times_of_the_readme_are_what_plan_predicts():
             for graph in ("one-peer-exponential", ALL_REDUCE)
         )
         assert text.format(one, all_nodes) in " ".join(readme.split())
+    sentence = " ".join(readme.split()).partition("[At 25 Gbit/s")[2]
+    sentence = sentence.partition(" [Will it help")[0].partition(", all-reduce")[2]
+    check_numbers("README.md", f"{sentence} [page](tools/docs/gpt-8x8.md)")
 
 
 def test_the_study_of_the_readme_has_the_result_that_tutorial_3_shows():

@@ -119,12 +119,15 @@ class Prediction:
         return asdict(self) | {"transient": self.transient if isfinite(self.transient) else None}
 
 
-def choices(job: Job, everything: bool = False) -> list[Choice]:
+def choices(job: Job, everything: bool = False, bf16: bool = False) -> list[Choice]:
     """Return the choices to predict: all-reduce first, then the job's choice, then others.
+
+    Choices with the job's graph follow each other, and so do choices with each other graph.
 
     :param job: the job
     :param everything: whether to return all combinations of graphs, cadences and wires. If false,
-        at most one of the three differs from the job
+        at most one of the three differs from the job, except for the choices of ``bf16``
+    :param bf16: whether to include the wire "bf16" for each graph
     """
     own_choice = Choice(job.graph.name, job.cadence.name, job.node.wire)
     if always_global(job):
@@ -132,12 +135,18 @@ def choices(job: Job, everything: bool = False) -> list[Choice]:
     graphs = dict.fromkeys((own_choice.graph, *GRAPHS))
     cadences = dict.fromkeys((own_choice.cadence, *CADENCES))
     wires = dict.fromkeys((own_choice.wire, *WIRES))
-    selected = [Choice(ALL_REDUCE), *(replace(own_choice, graph=name) for name in graphs)]
+    selected = [Choice(ALL_REDUCE), own_choice]
     if everything:
+        selected += [replace(own_choice, graph=name) for name in graphs]
         selected += [Choice(g, c, w) for g in graphs for c in cadences for w in wires]
-    else:
-        selected += [replace(own_choice, cadence=name) for name in cadences]
-        selected += [replace(own_choice, wire=name) for name in wires]
+        return list(dict.fromkeys(selected))
+    selected += [replace(own_choice, cadence=name) for name in cadences]
+    selected += [replace(own_choice, wire=name) for name in wires]
+    for name in graphs:
+        with_graph = replace(own_choice, graph=name)
+        selected.append(with_graph)
+        if bf16:
+            selected.append(replace(with_graph, wire="bf16"))
     return list(dict.fromkeys(selected))
 
 

@@ -29,6 +29,8 @@ PERIODS = (8, 32, 128)
 FRAGMENTS = 4
 """Number of fragments that are tried with each period; a fragment is exchanged during later
 steps."""
+PERIODIC = ("diloco", "gasloc")
+"""Algorithms that are proposed with the periods above only, and not with an exchange per step."""
 WITHIN = 1.1
 """A proposal counts as fast as the fastest one if its time is at most this multiple of it."""
 
@@ -72,7 +74,10 @@ def _ways(job: Job, n: int) -> Iterator[Proposal]:
     method = job.algorithm.name
     if always_global(job):
         method = GOSSIP
-    same_method = (f"algorithm.name={method}",)
+    same_method: tuple[str, ...] = (f"algorithm.name={method}",)
+    if method in PERIODIC:
+        method = "dsgd"
+        same_method = ("algorithm.name=dsgd", "algorithm.style=awc")
     graphs = ("one-peer-exponential", "one-peer-hypercube", "base-2", "exponential", "ring")
     for graph in graphs:
         if n & (n - 1) and graph == "one-peer-exponential":
@@ -218,7 +223,7 @@ def best(proposals: Sequence[Proposal], accept: Accept) -> Proposal | None:
 
 
 def text(
-    job: Path,
+    job: Path | None,
     proposals: Sequence[Proposal],
     left_out: dict[str, str],
     n: int,
@@ -226,7 +231,11 @@ def text(
 ) -> str:
     """Return a table of proposals, fastest first, with the conclusion and the command to run.
 
-    :param job: job file
+    If the conclusion is to use all-reduce, there is no command, because the rows of all-reduce
+    predict DistributedDataParallel and not this package's own all-reduce.
+
+    :param job: job file; None: only the size of the model is known, so that the result has the
+        settings of the proposal instead of a command
     :param proposals: proposals
     :param left_out: for each proposal that does not fit, by name, the reason
     :param n: number of nodes
@@ -245,11 +254,14 @@ def text(
     for number, note in enumerate(notes, 1):
         lines += wrap(f"({number}) {note}", 80, subsequent_indent="    ")
     lines += ["", *wrap(_conclusion(proposals, chosen, accept, notes), 80)]
-    if chosen is not None:
-        command = shlex.join(
-            ["mpigossip", "train", str(job), *chosen.job_settings, *chosen.settings]
-        )
-        lines += ["the command:", f"  {command}"]
+    if chosen is not None and chosen.level:
+        chosen_settings = [*chosen.job_settings, *chosen.settings]
+        if job is None:
+            lines += ["its settings, in a job file of your own:"]
+            lines += [f"  {shlex.join(chosen_settings)}"]
+        else:
+            command = shlex.join(["mpigossip", "train", str(job), *chosen_settings])
+            lines += ["the command:", f"  {command}"]
     for label, why in left_out.items():
         lines += wrap(f"left out: {label}: {why.splitlines()[0]}", 80, subsequent_indent="  ")
     return "\n".join(lines)
@@ -272,10 +284,13 @@ def _conclusion(
     if chosen.level:
         gain = f"{reduce / chosen.row.step_s:.2f} x as fast as all-reduce" if reduce else "proposed"
         return f"* {chosen.label}: {gain}, with the cost ({1 + notes.index(chosen.cost)})."
+    keep = "Keep DistributedDataParallel (or HSDP)."
     fastest = min(proposal.row.step_s for proposal in proposals)
     if WITHIN * fastest >= chosen.row.step_s:
-        return "Stay with all-reduce: on this network, sending less is not faster by a tenth."
-    return f"Stay with all-reduce: no faster proposal has a measured cost of at most {limit}."
+        reason = "on this network, sending less is not faster by a tenth."
+    else:
+        reason = f"no faster proposal has a measured cost of at most {limit}."
+    return f"Stay with all-reduce: {reason} {keep}"
 
 
 def as_json(

@@ -4,6 +4,7 @@ import math
 import shutil
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from mpigossip.algorithms.cadence import BUILDERS
@@ -31,8 +32,8 @@ WIDTH = 80
 EXPLAINED = (
     "ms/step: average step on each number of nodes. hidden: part of the exchange that overlaps "
     "with computing. MB/step: bytes that a node sends in an average step. epoch: one pass over "
-    "the data. Indented rows change the cadence or the wire of the row above them. all-reduce is "
-    "PyTorch's DistributedDataParallel, which sends buckets during backward."
+    "the data. Indented rows change the cadence or the wire of the graph above them. all-reduce is "
+    "PyTorch's DistributedDataParallel, which sends buckets during the last backward pass."
 )
 """Explanation of the tables."""
 PROPOSED = "`mpigossip plan … --best` proposes graph, algorithm, H and wire"
@@ -57,10 +58,12 @@ def text(
     :param epochs: number of epochs
     :param note: remark on the job
     """
-    shown = [choice for choice in choices(what.job) if any(r.choice == choice for r in rows)]
+    half_gradients = what.module.element_size == 2
+    candidates = choices(what.job, bf16=half_gradients)
+    shown = [choice for choice in candidates if any(r.choice == choice for r in rows)]
     row_of = {(row.choice, row.nodes): row for row in rows}
-    own_choice = shown[1] if len(shown) > 1 else shown[0]
-    labels = {choice: _label(choice, own_choice, what.job) for choice in shown}
+    own_choice = candidates[1]
+    labels = {choice: _label(choice, own_choice, shown, what.job) for choice in shown}
     last = nodes[-1]
     times = {key: three_digits(1e3 * row.step_s) for key, row in row_of.items()}
     steps = [["ms/step, nodes:", *(f"{n:,}" for n in nodes)]]
@@ -126,6 +129,8 @@ def _assumptions(machine: Machine, job: Job) -> list[list[str]]:
             ("bandwidth in all-reduce", _rate(machine.global_bandwidth), "all-reduce bandwidth")
         )
     table = [[name, value, _origin(machine, key)] for name, value, key in rows]
+    passes = ["backward passes of a step", str(job.algorithm.accumulate), "algorithm.accumulate"]
+    table.insert(1, passes)
     return [*table, ["devices of a node", job.node.devices, _origin_of_devices(machine, job)]]
 
 
@@ -148,13 +153,16 @@ def _origin_of_devices(machine: Machine, job: Job) -> str:
     return "node.devices"
 
 
-def _label(choice: Choice, own: Choice, job: Job) -> str:
+def _label(choice: Choice, own: Choice, shown: Sequence[Choice], job: Job) -> str:
     """Return the first cell of a row: its graph, or the cadence or wire that differs from the job.
 
     :param choice: the choice of the row
     :param own: the job's own choice
+    :param shown: choices of all rows
     :param job: the job
     """
+    if replace(own, graph=choice.graph) not in shown:
+        return named(choice)  # No row above it names the graph.
     if choice.cadence != own.cadence and choice.graph != ALL_REDUCE:
         return f"  {_name_cadence(choice.job(job).cadence) or f'cadence {choice.cadence}'}"
     if choice.wire != own.wire and choice.graph != ALL_REDUCE:
