@@ -5,6 +5,7 @@ Sites are TOML files (`jobs/sites/*.toml`), and there is one template for each s
 before it becomes part of a script, so that it cannot become a command.
 """
 
+import os
 import re
 import shlex
 import tomllib
@@ -28,6 +29,11 @@ before the end of its allocation.
 """
 EARLY_FROM_S = 1800
 """Shortest time limit, in seconds, of a job that gets the signal."""
+
+SITES_VARIABLE = "MPIGOSSIP_SITES"
+"""Environment variable with the path of a computing centre's own folder of site files."""
+MPI_PLUGIN = r"(?!list$)[A-Za-z][A-Za-z0-9_.]*"
+"""Form of a value of srun's option --mpi; `list` would start nothing."""
 
 Line = Annotated[str, Limit(str.isprintable, "must be one line of printable text")]
 Module = Annotated[
@@ -85,7 +91,10 @@ class Site:
     nics: Count = 0
     """Number of network cards per host; 0: unknown."""
     cores: Count = 0
-    """Number of cores per host that a job may use; 0: unknown."""
+    """Number of CPUs per host that a job may use, as the scheduler counts them; 0: unknown.
+
+    Schedulers count hardware threads on some machines, and cores on others.
+    """
     directives: tuple[Directive, ...] = ()
     needs: tuple[RequiredOption, ...] = ()
     """Required options among --account, --partition and --qos."""
@@ -113,6 +122,9 @@ class BatchRequest:
     qos: str | None = None
     venv: str | None = None
     launcher: str | None = None
+    """Command that replaces the site's launcher; None: the site's launcher."""
+    mpi: str | None = None
+    """Value of srun's option --mpi, which is added to the launcher; None: it is not added."""
 
 
 # Options of each scheduler. {} is replaced by checked text only.
@@ -125,22 +137,44 @@ PREFIX = {"slurm": "#SBATCH", "pbs": "#PBS", "flux": "#flux:"}
 
 
 def sites() -> dict[str, Path]:
-    """Return the files of the sites that come with the package, by the name of the site."""
-    return {path.stem: path for path in sorted(find("sites").glob("*.toml"))}
+    """Return the files of all sites, by the name of the site.
+
+    The package has site files, and so may the folder that the environment variable
+    `MPIGOSSIP_SITES` names. If both have a file of the same name, the one in the folder is used.
+
+    :raises JobError: if the variable names no folder
+    """
+    paths = sorted(find("sites").glob("*.toml"))
+    if centre := os.environ.get(SITES_VARIABLE):
+        try:
+            own = [path for path in Path(centre).iterdir() if path.suffix == ".toml"]
+        except OSError as error:
+            raise JobError(
+                f'{SITES_VARIABLE} = "{centre}": this folder of site files can\'t be read '
+                f"({error.strerror}); correct the variable, or unset it"
+            ) from None
+        paths += sorted(own)
+    return {path.stem: path for path in paths}
 
 
 def read_site(name: str) -> Site:
     """Read the file of a site.
 
-    :param name: name of a site of the package, or path of a TOML file
+    :param name: name of one of the :func:`sites`, or path of a TOML file
     :raises JobError: if the site is unknown, or if its file is wrong; the message lists all
         problems
     """
-    known = sites()
-    path = Path(name) if name.endswith(".toml") else known.get(name)
+    is_path = name.endswith(".toml")
+    known = {} if is_path else sites()
+    path = Path(name) if is_path else known.get(name)
     if path is None:
+        centre = os.environ.get(SITES_VARIABLE)
+        searched = f" in the package and in {SITES_VARIABLE} = {centre}" if centre else ""
+        remedy = near(name, known)
+        if centre:
+            remedy += f" (all names: {', '.join(sorted(known))})"
         raise JobError(
-            f'site "{name}" is unknown: {near(name, known)}, or give the path of a .toml file'
+            f'site "{name}" is unknown{searched}: {remedy}, or give the path of a .toml file'
         )
     try:
         raw = tomllib.loads(path.read_text("utf-8"))
@@ -220,7 +254,7 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, request: Ba
         "environment": "\n".join(_environment(site, request)),
         "ranks": str(request.ranks),
         "shape": _shape(site, request),
-        "launcher": _quote_command(request.launcher or _launcher(site, request.ranks)),
+        "launcher": _launch_command(site, request),
         "arguments": shlex.join([job, *settings]),
         "run": shlex.quote(str(run)),
         "wrong": str(WRONG),
@@ -254,6 +288,34 @@ def _launcher(site: Site, ranks: int) -> str:
     return (site.launcher_gpu if ranks == site.gpus else "") or site.launcher_multi
 
 
+def _launch_command(site: Site, request: BatchRequest) -> str:
+    """Return the quoted command that starts the ranks, with srun's option --mpi if requested.
+
+    :raises JobError: if this command can't be split into words, or if --mpi is requested, but the
+        command does not begin with srun
+    """
+    command = request.launcher or _launcher(site, request.ranks)
+    words = _split_command(command)
+    if request.mpi is not None:
+        program, *options = words or [""]
+        if Path(program).name != "srun":
+            raise JobError(
+                f'--mpi "{request.mpi}": the launcher begins with "{program}", and only srun has '
+                "this option; omit --mpi, or give --launcher"
+            )
+        words = [program, f"--mpi={request.mpi}", *_without_mpi(options)]
+    return " ".join(map(_quote_word, words))
+
+
+def _without_mpi(options: Sequence[str]) -> list[str]:
+    """Return options of srun without --mpi, which is written as "--mpi=X" or as two words."""
+    return [
+        word
+        for index, word in enumerate(options)
+        if not word.startswith("--mpi=") and "--mpi" not in options[max(0, index - 1) : index + 1]
+    ]
+
+
 def _shape(site: Site, request: BatchRequest) -> str:
     """Return the script's comment on the ranks that it starts on each host, and on their GPUs.
 
@@ -277,6 +339,11 @@ def _find_problems(site: Site, texts: Iterable[str], request: BatchRequest) -> l
         problems.append(
             f"{site.title} has no launch command for several ranks per host: add `launcher_multi` "
             "to its file, or give --launcher"
+        )
+    if request.mpi is not None and not re.fullmatch(MPI_PLUGIN, request.mpi):
+        problems.append(
+            f'--mpi "{request.mpi}": must be a plugin of Slurm, such as pmix (Open MPI) or pmi2 '
+            "(MPICH); `srun --mpi=list` prints their names"
         )
     if request.nodes < 1:
         problems.append(f"--nodes {request.nodes}: must be at least 1")
@@ -327,9 +394,9 @@ def _environment(site: Site, request: BatchRequest) -> list[str]:
     return lines
 
 
-def _quote_command(command: str) -> str:
+def _split_command(command: str) -> list[str]:
     try:
-        return " ".join(map(_quote_word, shlex.split(command)))
+        return shlex.split(command)
     except ValueError as error:
         raise JobError(
             f"launcher {command!r}: this command can't be split into words ({error}); correct its "

@@ -28,7 +28,11 @@ def add(commands) -> None:
 def _add_job(commands) -> None:
     summary = "print the batch script that trains a job on a site"
     job = command(commands, "job", _job, summary, JOB)
-    job.add_argument("site", metavar="SITE", help="name of a site, or path of its .toml")
+    job.add_argument(
+        "site",
+        metavar="SITE",
+        help="name of a site (also of a file in $MPIGOSSIP_SITES), or path of its .toml",
+    )
     job.add_argument("job", type=Path, metavar="JOB.toml")
     settings(job)
     job.add_argument(
@@ -39,7 +43,7 @@ def _add_job(commands) -> None:
         type=many,
         metavar="R",
         help="ranks per host, if node.ranks_per_node is not 1; default: that setting, or for "
-        '"host" the number of GPUs of a host',
+        '"auto" and "host" the number of GPUs of a host',
     )
     job.add_argument(
         "--gpus", type=many, metavar="G", help="GPUs per host; default: as in the site's file"
@@ -50,8 +54,20 @@ def _add_job(commands) -> None:
     job.add_argument("--account", help="project to charge; some sites require it")
     job.add_argument("--partition", help="partition or queue")
     job.add_argument("--qos", help="quality of service")
-    job.add_argument("--venv", type=Path, metavar="DIR", help="default: the active one, if any")
-    job.add_argument("--launcher", metavar="'WORDS'", help="launch command, in place of the site's")
+    job.add_argument(
+        "--venv",
+        type=Path,
+        metavar="DIR",
+        help="virtual environment of the job; default: the one of this command",
+    )
+    job.add_argument(
+        "--mpi", metavar="X", help="add --mpi=X to srun: pmix (Open MPI), pmi2 (MPICH)"
+    )
+    job.add_argument(
+        "--launcher",
+        metavar="'WORDS'",
+        help="complete launch command, in place of the site's and all of its options",
+    )
 
 
 def _job(options) -> None:
@@ -92,6 +108,13 @@ def _job(options) -> None:
             f"idle; node.devices={'auto' if ranks > 1 else f'cuda:0-{site.gpus - 1}'} uses them",
             file=sys.stderr,
         )
+    if job.checkpoint.every_steps == 0:
+        print_safe(
+            "mpigossip: checkpoint.every_steps = 0: a checkpoint is written only at the end and "
+            "when the run is stopped, so a run whose host fails begins again; add "
+            "checkpoint.every_steps=N to write one every N steps",
+            file=sys.stderr,
+        )
     wish = batch.BatchRequest(
         nodes=options.nodes,
         seconds=batch.seconds_of(options.time),
@@ -102,6 +125,7 @@ def _job(options) -> None:
         qos=options.qos,
         venv=_venv(options.venv),
         launcher=options.launcher,
+        mpi=options.mpi,
     )
     print_safe(batch.script(site, str(options.job), options.settings, job.run.folder, wish), end="")
 

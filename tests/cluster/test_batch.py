@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import pytest
@@ -266,6 +266,142 @@ def test_wrong_time_limits(text):
         seconds_of(text)
 
 
+def launch_line(text):
+    """Return the words of the line of a batch script that starts training."""
+    return next(line for line in text.splitlines() if " mpigossip train " in line)
+
+
+@on_each("name", ["generic-slurm", "perlmutter"])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_mpi_adds_an_option_to_the_launcher_and_keeps_the_others(name, ranks):
+    plain = launch_line(made(name, ranks=ranks))
+    assert "--cpu-bind=" in plain and "--cpus-per-task=" in plain
+    added = launch_line(made(name, ranks=ranks, mpi="pmix"))
+    assert added == plain.replace("srun ", "srun --mpi=pmix ", 1)
+
+
+@on_each(
+    "launcher",
+    ["srun --mpi=pmi2 -n 4", "srun --mpi pmi2 -n 4", "srun -n 4", "srun -n 4 --mpi pmi2"],
+)
+def test_mpi_replaces_another_choice_of_the_launcher(launcher):
+    assert launch_line(made(launcher=launcher, mpi="pmix_v4")).startswith(
+        "srun --mpi=pmix_v4 -n 4 mpigossip train "
+    )
+
+
+def test_mpi_is_an_option_of_srun_only():
+    for wish in ({"site": "generic-pbs"}, {"launcher": "mpirun -n 4"}):
+        with pytest.raises(JobError, match='--mpi "pmix": .* begins with "mpi.*only srun'):
+            made(**wish, mpi="pmix")
+    for wrong in ("list", "", "a b", "$(id)", "-n"):
+        with pytest.raises(JobError, match="--mpi .*: must be a plugin of Slurm"):
+            made(mpi=wrong)
+
+
+def test_a_complete_launcher_of_the_comment_is_the_one_of_the_file():
+    """A user who copies the launcher in the comment of generic-slurm loses no option."""
+    (comment,) = re.findall(
+        r"^# *--launcher '(srun [^']*)'$", sites()["generic-slurm"].read_text(), re.M
+    )
+    of_file = read_site("generic-slurm").launcher_multi
+    assert comment.replace(" --mpi=pmix", "", 1) == of_file and comment != of_file
+
+
+# -- the centre's folder of site files ----------------------------------------------------------
+
+
+@pytest.fixture
+def centre(tmp_path, monkeypatch):
+    """Folder of MPIGOSSIP_SITES with a site "ours" and another "perlmutter"."""
+    folder = tmp_path / "sites"
+    folder.mkdir()
+    for name in ("ours", "perlmutter"):
+        text = sites()["generic-slurm"].read_text("utf-8")
+        title = text.replace("any machine with Slurm", f"our {name}")
+        (folder / f"{name}.toml").write_text(title, "utf-8")
+    monkeypatch.setenv("MPIGOSSIP_SITES", str(folder))
+    return folder
+
+
+def test_sites_of_a_centre_come_before_those_of_the_package(centre, monkeypatch):
+    assert read_site("ours").title == "our ours"
+    assert read_site("perlmutter").title == "our perlmutter"
+    assert read_site("lumi").title == "LUMI-G (CSC)"
+    assert sorted(sites()) == sorted([*SITES, "ours"])
+    monkeypatch.setenv("MPIGOSSIP_SITES", "")
+    assert sorted(sites()) == SITES and "NERSC" in read_site("perlmutter").title
+
+
+def test_the_command_finds_a_site_of_the_centre(alone, centre):
+    done = alone("job", "ours", JOB, "--gpus", "4", "--nodes", "2", "--time", "10m")
+    assert done.returncode == 0 and "# our ours: never tested" in done.stdout, done.stderr
+
+
+def test_an_unknown_site_names_the_folder_of_the_centre_and_all_names(centre):
+    with pytest.raises(JobError) as error:
+        read_site("mars")
+    text = str(error.value)
+    for part in ('site "mars" is unknown', str(centre), "MPIGOSSIP_SITES", "ours", "lumi", ".toml"):
+        assert part in text
+    (centre / "ours.toml").write_text("= broken")
+    with pytest.raises(JobError, match=f"{re.escape(str(centre))}/ours.toml.*not TOML"):
+        read_site("ours")
+
+
+def test_a_folder_of_sites_that_is_missing_is_an_error(centre, monkeypatch):
+    monkeypatch.setenv("MPIGOSSIP_SITES", str(centre / "none"))
+    with pytest.raises(JobError, match="MPIGOSSIP_SITES = .*none.*correct .* or unset"):
+        read_site("lumi")
+    assert read_site(str(centre / "ours.toml")).title == "our ours"  # a path needs no folder
+
+
+# -- pages --------------------------------------------------------------------------------------
+
+
+def key_rows(page, heading):
+    """Return the cells of the rows of the table below a heading of a page."""
+    text = (REPO / "tools" / "docs" / page).read_text("utf-8")
+    section = text.partition(f"\n{heading}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:3] == "| `"]
+    return {cells[0].strip("`"): cells[1:] for cells in rows}
+
+
+def default_text(each):
+    """Return the default value of a key, as the table of keys shows it."""
+    if each.default_factory is not MISSING:
+        return "empty"
+    if each.default is MISSING:
+        return "required"
+    if each.default in ((), ""):
+        return "empty"
+    return f"`{each.default}`".replace("True", "true").replace("False", "false")
+
+
+def test_the_table_of_the_keys_of_a_site_file_is_complete():
+    rows = key_rows("supercomputer.md", "## Keys of a site file")
+    expected = {each.name: default_text(each) for each in fields(batch.Site)}
+    nested = {f"workarounds.{each.name}": default_text(each) for each in fields(batch.Workaround)}
+    shown = {key: cells[1].replace('"', "") for key, cells in rows.items()}
+    assert shown == expected | nested
+    assert all(cells[0] and cells[2] for cells in rows.values())  # each has a unit and a meaning
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_site_file_of_the_page_for_centres_gives_a_script(tmp_path, number):
+    text = (REPO / "tools" / "docs" / "centres.md").read_text("utf-8")
+    files = re.findall(r"^```toml\n(.*?)^```$", text, re.M | re.S)
+    assert len(files) == 2
+    own = tmp_path / "ours.toml"
+    own.write_text(files[number])
+    site = read_site(str(own))
+    assert site.tested is False and site.page_checked is False
+    text = made(str(own), ranks=site.gpus)
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    assert '--ntasks-per-node="$RANKS"' in launch_line(text) and "CORES=" in text
+    assert "module load mpigossip/0.2.0" in text
+
+
 # -- nothing becomes a command ----------------------------------------------------------------
 
 EVIL = [
@@ -510,6 +646,15 @@ def test_a_slurm_without_a_number_of_gpus_is_rejected_unless_the_job_uses_cpus(a
     done = alone("job", "generic-slurm", *given, "--gpus", "4")
     assert "#SBATCH --gpus-per-node=4\n" in done.stdout
     assert "#SBATCH --ntasks-per-node=4\n" in done.stdout
+
+
+@on_each("steps", [0, 200])
+def test_the_command_warns_if_there_is_no_periodic_checkpoint(alone, steps):
+    given = ["--gpus", "4", "--nodes", "2", "--time", "10m", f"checkpoint.every_steps={steps}"]
+    done = alone("job", "generic-slurm", JOB, *given)
+    assert done.returncode == 0 and done.stdout.startswith("#!/bin/bash\n")
+    assert ("checkpoint.every_steps = 0" in done.stderr) == (steps == 0)
+    assert ("add checkpoint.every_steps=" in done.stderr) == (steps == 0)
 
 
 def test_the_command_warns_of_idle_gpus(alone, tmp_path):

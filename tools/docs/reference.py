@@ -55,6 +55,8 @@ VARIABLES = {
     "stops earlier, with a checkpoint; batch scripts set it",
     "MPIGOSSIP_NATIVE": "`0`: use PyTorch's operations instead of the compiled sum; "
     "the results are identical, but computed more slowly",
+    "MPIGOSSIP_SITES": "a folder with site files of a computing centre; "
+    "`mpigossip job` finds them by name, and before a site of the package with the same name",
     "OMP_NUM_THREADS": "set it to 1, because ranks and slots run at the same time, "
     "with one core each",
     "SLURM_JOB_END_TIME": "the end of the allocation, if Slurm sets it",
