@@ -263,6 +263,8 @@ class OneRank:
     part: Part | None = None
     """Part of the model that this rank reads and writes; None: each rank reads whole models, and
     only rank 0 writes them."""
+    outage_s = 0.0
+    """Seconds for which the file system may fail while a rank writes its part."""
 
     def decide(self, work: Callable[[], T], place: Place, read: Callable[[Any], Any]) -> T:
         """Return the result of ``work()``, which only rank 0 calls, on all ranks; collective.
@@ -429,8 +431,9 @@ class FolderExchange:
             place.report(
                 f"place {place.number} was silent for too long and was closed; joining again"
             )
-        except TooFarBehind:
-            place.report(f"place {place.number} fell behind the others; joining again")
+        except TooFarBehind as error:
+            reason = str(error) or f"place {place.number} fell behind the others"
+            place.report(f"{reason}; joining again")
             self.leave()
         except BaseException:
             # If an outage has ended this stay, leaving fails, too. Its error must not replace the
@@ -452,6 +455,7 @@ class FolderExchange:
         :raises StopRequested: if the member is asked to leave while it waits for a readable model
         """
         self.place.layout = about.get("layout", "")
+        self.limit_outages()
 
         def work() -> list[Round]:
             self.place.join(self.promises)
@@ -462,6 +466,12 @@ class FolderExchange:
         states = self.local_parts(self.decide(work))
         self._last_models = []
         return states
+
+    def limit_outages(self) -> None:
+        """Let operations of this rank fail for at most one lease, and let others wait as long."""
+        lease_s = self.place.plan.lease_s
+        self.place.disk.outages.limit_s = lease_s
+        self.ranks.outage_s = lease_s
 
     def _current(
         self, choose: Callable[[], list[Round]], limit: int
@@ -699,13 +709,11 @@ class FolderExchange:
             if self.ranks.rank:
                 return
             shards = [shard for shard in written if isinstance(shard, Shard)]
-            for error in written:
-                if isinstance(error, Exception):
-                    # Members that have closed a place remove its files, even unfinished ones.
-                    if not isinstance(cause(error), FileNotFoundError):
-                        raise error
-                    if not place.closed_by_others(draft):
-                        raise error
+            errors = [error for error in written if isinstance(error, Exception)]
+            # Members that have closed a place remove its files, even unfinished ones. The cause of
+            # another rank's error is not sent, so that its kind does not show this.
+            if errors and not self._is_closed(draft):
+                raise errors[0]
             if len(shards) < len(written):
                 place.fenced = True
                 return
@@ -722,6 +730,13 @@ class FolderExchange:
             )
 
         self._written = self._writer.submit(work)
+
+    def _is_closed(self, draft: Round) -> bool:
+        """Return whether other members have closed the place; False if this can't be determined."""
+        try:
+            return self.place.closed_by_others(draft)
+        except (FolderUnreachable, StoreError, OSError):
+            return False
 
     def _shard(self, draft: Round, state: NodeState) -> Shard | Exception | None:
         """Write the part of this rank to a file; return the description of the file for the record.
@@ -763,7 +778,9 @@ class FolderExchange:
             disk.discard(path)
             if self.ranks.rank == 0 and self.place.closed_by_others(draft):
                 return None
-            if isinstance(cause(error), FileNotFoundError):
+            # The other ranks do not know whether an empty folder is the mount point of a file
+            # system that is not mounted. Rank 0 writes a file at the same time.
+            if self.ranks.rank == 0 and isinstance(cause(error), FileNotFoundError):
                 disk.make("models")
             raise
         return entry

@@ -7,11 +7,13 @@ has a copy of its part in memory.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from mpigossip.cluster.deadline import WaitTimeoutError
 from mpigossip.members.live import (
     FolderExchange,
     check_owner,
@@ -21,14 +23,23 @@ from mpigossip.members.live import (
     note_unreadable,
     rounds_late,
 )
-from mpigossip.members.outages import cause
-from mpigossip.members.place import KEEP
+from mpigossip.members.outages import FolderUnreachable, cause
+from mpigossip.members.place import KEEP, Fenced, TooFarBehind
 from mpigossip.members.records import Round, Shard
 from mpigossip.store import StoreError, checkpoint, manifest, piecewise
 from mpigossip.store.manifest import Entry
 from mpigossip.store.piecewise import PartSource, StoredModel, WrittenPart
 
 T = TypeVar("T")
+
+
+VANISHED = (errno.ENOENT, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN)
+"""Errors of reading an open file that last: the file was removed, or the file system of its
+descriptor is not mounted any more."""
+
+
+class ModelVanished(TooFarBehind, StoreError):
+    """Error of a model whose files can't be read any more, although they were opened before."""
 
 
 class PeerModel(NamedTuple):
@@ -94,18 +105,67 @@ class StreamedExchange(FolderExchange):
         return part.first, part.first + part.count
 
     def attempt(self, operation: Callable[[], T]) -> T:
-        """Return the result of an operation, which is repeated as long as the file system fails.
+        """Return the result of reading open files, which is repeated if the file system fails.
 
         In the meantime, the other ranks wait for this rank without a limit.
+
+        :raises ModelVanished: if a file was removed, or belongs to a file system that was unmounted
         """
         try:
             return operation()
         except (OSError, StoreError) as error:
-            # A file that was removed does not come back.
-            if cause(error) is None or isinstance(cause(error), FileNotFoundError):
+            failed = cause(error)
+            if failed is None:
                 raise
+            if failed.errno in VANISHED:
+                raise ModelVanished(str(error)) from error
         with self.ranks.waited_for():
             return self.place.disk.retry(operation, "models")
+
+    def _after_failure(self, draft: Round, error: Exception) -> None:
+        """Prepare to repeat an operation on this rank's new file.
+
+        Ranks other than 0 create no folder: they do not know whether an empty folder is the mount
+        point of a file system that is not mounted. Rank 0 writes a file at the same time.
+
+        :param draft: record of the round
+        :param error: error of the operation
+        :raises Fenced: if other members have closed this place. Some time later, they remove its
+            files, even unfinished ones
+        """
+        is_missing = isinstance(cause(error), FileNotFoundError)
+        is_first = self.ranks.rank == 0
+        if (is_missing or is_first) and self.place.closed_by_others(draft):
+            raise Fenced
+        if is_missing and is_first:
+            self.place.disk.make("models")
+
+    def _repeated(self, draft: Round, operation: Callable[[], T]) -> T:
+        """Return the result of an operation on this rank's new file; repeat it if that fails.
+
+        In the meantime, the other ranks wait for this rank without a limit.
+
+        :param draft: record of the round
+        :param operation: function that may be called again after any error
+        :raises Fenced: if other members have closed this place
+        """
+        try:
+            return operation()
+        except (OSError, StoreError) as error:
+            if cause(error) is None:
+                raise
+            first = error
+
+        def again() -> T:
+            try:
+                return operation()
+            except (OSError, StoreError) as error:
+                self._after_failure(draft, error)
+                raise
+
+        with self.ranks.waited_for():
+            self._after_failure(draft, first)
+            return self.place.disk.retry(again, "models")
 
     def open_model(self, version: Round, failures: list[Exception] | None) -> StoredModel | None:
         disk = self.place.disk
@@ -157,7 +217,7 @@ class StreamedExchange(FolderExchange):
         try:
             source = piecewise.source_of(model, *self.own, numbers)
             return piecewise.write(path, command.node, self.ranks.rank, source).entry()
-        except (OSError, StoreError) as error:
+        except (OSError, StoreError, ValueError, LookupError) as error:
             return cause(error) or error
 
     def write_result(
@@ -198,29 +258,69 @@ class StreamedExchange(FolderExchange):
         return source.nbytes
 
     def _write_pieces(self, draft: Round, source: PartSource) -> WrittenPart | Exception:
-        """Write this rank's part; return the exception if that fails. Collective."""
+        """Write this rank's part; return the exception if that fails. Collective.
+
+        :raises WaitTimeoutError: if another rank does not send its elements
+        """
         disk = self.place.disk
         rank = self.ranks.rank
-        path = disk.path(f"models/{self.place.model_name(draft, rank)}")
+        name = f"models/{self.place.model_name(draft, rank)}"
+
+        def attempt(operation: Callable[[Path], T]) -> T:
+            return self._repeated(draft, lambda: operation(disk.path(name)))
+
+        path = disk.root / name
         try:
-            return piecewise.write(path, draft.place, rank, source, self.attempt)
-        except Exception as error:  # noqa: BLE001 - rank 0 waits for a result of each rank
+            return piecewise.write(path, draft.place, rank, source, attempt)
+        except WaitTimeoutError:
+            raise
+        except (OSError, StoreError, ValueError, FolderUnreachable, Fenced) as error:
+            # Rank 0 waits for a result of each rank.
             disk.discard(path)
-            if isinstance(cause(error), FileNotFoundError):
-                disk.make("models")
             return error
 
     def _flush(self, draft: Round, written: WrittenPart | Exception) -> Shard | Exception | None:
-        """Flush a file to stable storage; return its description, as :meth:`_shard` does."""
-        disk = self.place.disk
+        """Flush a file to stable storage; return its description, as :meth:`_shard` does.
+
+        The file system reports only once that it has lost bytes of a file. After any error, the
+        file is therefore copied, its bytes are compared, and the copy is flushed instead.
+        """
         if isinstance(written, Exception):
-            closed = self.ranks.rank == 0 and self.place.closed_by_others(draft)
-            return None if closed else written
+            return None if isinstance(written, Fenced) else written
+        disk = self.place.disk
+        is_intact = written.is_intact
+        part = written
+
+        def flush() -> Entry:
+            nonlocal is_intact, part
+            if not is_intact:
+                name = f"models/{self.place.model_name(draft, self.ranks.rank)}"
+                part = written._replace(path=disk.root / name)
+            is_intact = False
+            try:
+                path = disk.path(f"models/{part.path.name}")
+                if part.path != written.path:
+                    part = written.copy(path)
+                entry = part.entry()
+                disk.share(path)
+            except BaseException:
+                if part.path != written.path:
+                    disk.discard(part.path)
+                raise
+            return entry
+
         try:
-            entry = disk.retry(written.entry, "models")
-            disk.share(written.path)
-        except Exception as error:  # noqa: BLE001
+            entry = self._repeated(draft, flush)
+        except Fenced:
+            return None
+        except piecewise.DamagedPart as error:
+            text = f"{error}; this member ends, and the same command joins again"
+            return FolderUnreachable(text)
+        except Exception as error:  # noqa: BLE001 - rank 0 waits for a result of each rank
             return error
+        finally:
+            if part.path != written.path:
+                disk.discard(written.path)
         begin, _ = self.own
         return Shard(
             entry.file, entry.bytes, entry.checksum, begin, entry.parameters, written.digest

@@ -173,6 +173,7 @@ class LoopMember:
         self._put(average(states or [self._seed]))
 
     def _repeat(self) -> Generator[int]:
+        self._live.limit_outages()
         replay_log = ReplayLog(self._live.place, ranks=self._world.size)
         for version in replay_log.repeating(wanted_of(replay_log, None, None)):
             models, peer, progress = replay_log.take_inputs(version)

@@ -188,6 +188,7 @@ class ShardedLoopMember(LoopMember):
 
     def _repeat(self) -> Generator[int]:
         world = self._world
+        self._live.limit_outages()
         log = ReplayLog(self._live.place, ranks=world.size)
         seed = self._spill(self._source())
         for version in log.repeating(wanted_of(log, None, None)):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,17 +20,19 @@ from functools import partial
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import h5py
 import numpy as np
 
 from mpigossip.store import StoreError, direct, guard, node_state
 from mpigossip.store import manifest as manifests
-from mpigossip.store.hdf5 import create, reading, sync, write_text, writing
+from mpigossip.store.hdf5 import create, new, reading, sync, write_text, writing
 from mpigossip.store.manifest import FORMAT, Entry, Number
 from mpigossip.store.node_file import node_file
 from mpigossip.store.node_state import STATE_PIECES, state_keys
+
+T = TypeVar("T")
 
 PIECE = 1 << 19
 """Number of elements that are written or read at a time."""
@@ -68,6 +71,21 @@ class PartSource(NamedTuple):
         return large + sum(array.nbytes for array in self.arrays.values())
 
 
+class Span(NamedTuple):
+    """Consecutive bytes of a file, as they were written."""
+
+    begin: int
+    """Offset of the first byte."""
+    end: int
+    """Offset after the last byte."""
+    checksum: int
+    """CRC-32 of the bytes."""
+
+
+class DamagedPart(StoreError):
+    """Error of a file whose bytes are not the bytes that were written to it."""
+
+
 class WrittenPart(NamedTuple):
     """File that was written, but is not on stable storage yet."""
 
@@ -77,17 +95,64 @@ class WrittenPart(NamedTuple):
     """Number of elements of the part."""
     digest: str
     """SHA-256 of the arrays and their names, as `mpigossip.members.live.digest` computes it."""
+    spans: tuple[Span, ...]
+    """All bytes of the file, in the order of their offsets."""
+    is_intact: bool
+    """True if no operation has failed. Otherwise, the file system may have lost bytes, and reports
+    this only once: only a :meth:`copy` may be used, because a second fsync would succeed."""
 
     def entry(self) -> Entry:
-        """Flush the file to stable storage; return its entry.
+        """Flush the file to stable storage, and compare its bytes; return its entry.
 
-        :raises OSError: if that fails
+        If this fails, only a :meth:`copy` may be flushed again.
+
+        :raises OSError: if the file can't be flushed or read
+        :raises DamagedPart: if its bytes are not the bytes that were written
         """
         sync(self.path)
-        size = self.path.stat().st_size
         with self.path.open("rb") as file:
-            checksum = f"{direct.crc(file.fileno(), 0, size):08x}"
-        return Entry(self.node, self.path.name, size, checksum, self.parameters)
+            descriptor = file.fileno()
+            size = os.fstat(descriptor).st_size
+            if size != self.spans[-1].end:
+                raise DamagedPart(
+                    f"{self.path} has {size} bytes, but {self.spans[-1].end} were written to it"
+                )
+            value = 0
+            for span in self.spans:
+                if direct.crc(descriptor, span.begin, span.end) != span.checksum:
+                    raise self._damaged(span)
+                value = direct.crc(descriptor, span.begin, span.end, value)
+        return Entry(self.node, self.path.name, size, f"{value:08x}", self.parameters)
+
+    def copy(self, path: Path) -> WrittenPart:
+        """Copy the file to a new one, and compare all bytes; return the new file.
+
+        :param path: file to write
+        :raises OSError: if reading or writing fails
+        :raises DamagedPart: if the bytes of this file are not the bytes that were written
+        """
+        block = memoryview(bytearray(1 << 22))
+        with self.path.open("rb") as source, os.fdopen(new(path), "wb") as target:
+            for span in self.spans:
+                value = 0
+                position = span.begin
+                while position < span.end:
+                    room = block[: span.end - position]
+                    count = os.preadv(source.fileno(), [room], position)
+                    if not count:
+                        raise self._damaged(span)
+                    value = zlib.crc32(room[:count], value)
+                    _write_all(target.fileno(), room[:count], position)
+                    position += count
+                if value != span.checksum:
+                    raise self._damaged(span)
+        return self._replace(path=path, is_intact=True)
+
+    def _damaged(self, span: Span) -> DamagedPart:
+        return DamagedPart(
+            f"{self.path} is damaged: its bytes {span.begin} to {span.end - 1} are not the bytes "
+            "that were written"
+        )
 
 
 def write(
@@ -95,23 +160,39 @@ def write(
     node: int,
     slot: int,
     source: PartSource,
-    attempt: Callable[[Callable[[], Any]], Any] = lambda operation: operation(),
+    attempt: Callable[[Callable[[Path], Any]], Any] | None = None,
 ) -> WrittenPart:
     """Write a part of a model.
 
-    All pieces are iterated over even if writing fails, because the iteration may be collective.
+    All pieces are iterated over even if writing fails, because the iteration may be collective. An
+    error of the iteration itself is raised at once.
 
     :param path: file to write
     :param node: index of the node, or number of the place
     :param slot: index of the slot or rank
     :param source: part to write
-    :param attempt: function that calls an operation of the file system, and may repeat it
+    :param attempt: function that calls an operation of the file system with the path, and may
+        repeat it; None: each operation is called once
     :raises StoreError: if writing fails
     """
     problem: Exception | None = None
+    is_intact = True
+
+    def run(operation: Callable[[Path], T]) -> T:
+        def watched(path: Path) -> T:
+            nonlocal is_intact
+            try:
+                return operation(path)
+            except Exception:
+                is_intact = False
+                raise
+
+        return watched(path) if attempt is None else attempt(watched)
+
     offsets: dict[str, int | None] = {}
+    spans: list[Span] = []
     try:
-        offsets = attempt(lambda: _create(path, node, slot, source))
+        offsets, spans = run(partial(_create, node=node, slot=slot, source=source))
     except Exception as error:  # noqa: BLE001 - raised when all pieces were iterated over
         problem = error
     sha = hashlib.sha256()
@@ -123,26 +204,40 @@ def write(
             continue
         stream = source.streams[name]
         position = 0
+        checksum = 0
         for piece in stream.pieces():
-            if problem is not None:
+            if problem is not None or not len(piece):
                 continue
             data = np.ascontiguousarray(piece, stream.dtype)
             sha.update(data.data)
+            content = data.reshape(-1).view(np.uint8).data
+            checksum = zlib.crc32(content, checksum)
             offset = offsets[name]
             try:
                 if offset is None:
                     raise ValueError(f"{path} has no space for {name}")
-                attempt(partial(_put, path, offset + position, data))
+                run(partial(_put, offset=offset + position, data=content))
             except Exception as error:  # noqa: BLE001
                 problem = error
             position += data.nbytes
+        expected = source.length * stream.dtype.itemsize
+        if problem is None and position != expected:
+            problem = ValueError(f"{name} has {position} bytes, but the part needs {expected}")
+        if position and problem is None:
+            begin = offsets[name] or 0
+            spans.append(Span(begin, begin + position, checksum))
     if problem is not None:
         raise problem
-    return WrittenPart(path, node, source.length, sha.hexdigest())
+    return WrittenPart(path, node, source.length, sha.hexdigest(), tuple(sorted(spans)), is_intact)
 
 
-def _create(path: Path, node: int, slot: int, source: PartSource) -> dict[str, int | None]:
-    """Create a file with all small arrays; return the offset of each large one."""
+def _create(
+    path: Path, node: int, slot: int, source: PartSource
+) -> tuple[dict[str, int | None], list[Span]]:
+    """Create a file with all small arrays.
+
+    :return: the offset of each large array; and the bytes between the large arrays
+    """
     datasets: dict[str, h5py.Dataset] = {}
     with writing(path), create(path, **direct.LAYOUT) as file:
         file.attrs["format"] = np.bytes_(FORMAT)
@@ -158,20 +253,34 @@ def _create(path: Path, node: int, slot: int, source: PartSource) -> dict[str, i
         file.create_dataset("layout", data=table)
         numbers = json.dumps(source.numbers, default=lambda value: value.item())
         write_text(file, "numbers", numbers)
-        return {name: dataset.id.get_offset() for name, dataset in datasets.items()}
+        offsets = {name: dataset.id.get_offset() for name, dataset in datasets.items()}
+        sizes = {name: dataset.nbytes for name, dataset in datasets.items()}
+    spans = []
+    position = 0
+    with writing(path), path.open("rb") as written:
+        large = sorted((offsets[name] or 0, size) for name, size in sizes.items() if size)
+        end = max([os.fstat(written.fileno()).st_size, *(sum(span) for span in large)])
+        for offset, size in (*large, (end, 0)):
+            checksum = direct.crc(written.fileno(), position, offset)
+            spans.append(Span(position, offset, checksum))
+            position = offset + size
+    return offsets, spans
 
 
-def _put(path: Path, offset: int, data: np.ndarray) -> None:
+def _put(path: Path, offset: int, data: memoryview) -> None:
     """Write bytes to an existing file; it is opened again, because it may be repeated later."""
     with writing(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            view = data.reshape(-1).view(np.uint8).data
-            done = 0
-            while done < len(view):
-                done += os.pwrite(descriptor, view[done:], offset + done)
+            _write_all(descriptor, data, offset)
         finally:
             os.close(descriptor)
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
 
 
 class StoredModel:
@@ -351,6 +460,8 @@ class StoredModel:
                 f"{self._folder}: the files of a model do not contain its elements {position} to "
                 f"{end - 1}; copy all files of the model back, or remove them"
             )
+        if not parts:
+            return np.zeros(0, guard.dataset(self._files[0], name).dtype)
         return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
     def digest_as_whole(self) -> str:

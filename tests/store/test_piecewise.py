@@ -1,6 +1,8 @@
 """Files of a model that are written and read piece by piece."""
 
 import json
+import os
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
 
@@ -159,4 +161,57 @@ def test_the_largest_piece_is_small(tmp_path, monkeypatch):
         sizes = [len(piece) for piece in stream.pieces()]
         assert sizes == [6] * (COUNT // 6) + [COUNT % 6]
         assert [*accumulate(sizes)][-1] == COUNT
+    model.close()
+
+
+def test_a_part_whose_bytes_were_lost_has_no_entry(tmp_path):
+    """Linux reports only once that it has lost the written bytes of a file."""
+    state = whole_model()
+    streams = {"parameters": Stream(np.dtype("<f4"), lambda: iter([state.parameters]))}
+    source = PartSource(NAMES, SHAPES, COUNT, {}, state.numbers, streams)
+    written = piecewise.write(tmp_path / "node-0000-0000.h5", 0, 0, source)
+    assert written.is_intact
+    copy = written.copy(tmp_path / "node-0000-0001.h5")
+    assert copy.entry()._replace(file="") == written.entry()._replace(file="")
+    for span in written.spans:
+        with written.path.open("r+b") as file:
+            before = written.path.read_bytes()
+            file.seek(span.begin + 3)
+            file.write(bytes([before[span.begin + 3] ^ 1]))
+        for operation in (written.entry, lambda: written.copy(tmp_path / "node-0000-0002.h5")):
+            with pytest.raises(piecewise.DamagedPart, match="that were written"):
+                operation()
+        written.path.write_bytes(before)
+    written.path.write_bytes(before + b" ")
+    with pytest.raises(piecewise.DamagedPart, match="were written to it"):
+        written.entry()
+    written.path.write_bytes(before)
+    assert written.entry()
+
+
+@pytest.mark.parametrize("failed", ["open", "pwrite"])
+def test_a_part_is_not_intact_after_an_operation_was_repeated(tmp_path, failed):
+    state = whole_model()
+    streams = {"parameters": Stream(np.dtype("<f4"), lambda: iter([state.parameters]))}
+    source = PartSource(NAMES, SHAPES, COUNT, {}, state.numbers, streams)
+    path = tmp_path / "node-0000-0000.h5"
+
+    def attempt(operation):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, failed, lambda *_, **__: (_ for _ in ()).throw(OSError(5, "EIO")))
+            with suppress(StoreError):
+                operation(path)
+        return operation(path)
+
+    written = piecewise.write(path, 0, 0, source, attempt)
+    assert not written.is_intact
+    assert written.entry()
+
+
+def test_a_part_without_elements_can_be_written_and_read(tmp_path):
+    state = whole_model()
+    files, digests = written_parts(tmp_path, state, (20, 20, COUNT))
+    model = StoredModel(tmp_path, files[1:2], COUNT, 2)
+    model.check(digests[1:2])
+    assert model.parameters(20, 20).shape == (0,)
     model.close()
