@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -252,6 +252,13 @@ def commit_checkpoint(
     disk.share(path / MANIFEST)
 
 
+class ReadCheckpoint(NamedTuple):
+    """Command of rank 0 to read this rank's parts of the models of a checkpoint."""
+
+    folder: Path
+    """Folder of the checkpoint."""
+
+
 class OneRank:
     """Collective decisions of a member that has one rank, so that nothing has to be sent.
 
@@ -332,6 +339,8 @@ class FolderExchange:
         self.ranks = ranks or OneRank()
         self._read_states: dict[Round, NodeState] = {}
         """States that this rank has read in the present decision."""
+        self._stored: list[Any] = []
+        """States that this rank has read from a checkpoint."""
         self._last_models: list[tuple[int, NodeState]] = []
         """For each of the last rounds, the age at which it began, and the model after it."""
         self.poll_s = poll_s
@@ -391,10 +400,12 @@ class FolderExchange:
         """Read the part of this rank.
 
         :param command: record of the round whose model is read, and whether to return errors of the
-            file system
+            file system; or a `ReadCheckpoint`
         :return: whether the part was read, errors of the file system, and lines that rank 0 has to
-            report
+            report; or the result of :meth:`_read_stored`
         """
+        if isinstance(command, ReadCheckpoint):
+            return self._read_stored(command.folder)
         version, keeps_failures = command
         lines: list[str] = []
         report = self.place.report
@@ -551,6 +562,33 @@ class FolderExchange:
             states = [state for state in read if state is not None]
         disk = self.place.disk
         disk.retry(lambda: write_checkpoint(disk, folder, steps, states, job, meta), "checkpoints")
+
+    def read_checkpoint(self, path: Path) -> list[Any]:
+        """Return this rank's parts of the models of a checkpoint; collective.
+
+        If the file system fails for any rank, all ranks read again.
+
+        :param path: folder of the checkpoint
+        """
+
+        def read() -> None:
+            for error in self.ranks.ask(ReadCheckpoint(path), self._read_part):
+                if error is not None:
+                    raise error
+
+        self.decide(lambda: self.place.disk.retry(read, "checkpoints"))
+        states = self._stored
+        self._stored = []
+        return states
+
+    def _read_stored(self, path: Path) -> Exception | None:
+        """Read this rank's parts of the models of a checkpoint; return the error if that fails."""
+        self._stored = []
+        try:
+            self._stored = self.stored(path)
+        except (OSError, StoreError, ValueError, LookupError) as error:
+            return cause(error) or error
+        return None
 
     def stored(self, path: Path) -> list[NodeState]:
         """Return this rank's parts of the models of a checkpoint.

@@ -27,7 +27,7 @@ from mpigossip.members.outages import FolderUnreachable, cause
 from mpigossip.members.place import KEEP, Fenced, TooFarBehind
 from mpigossip.members.records import Round, Shard
 from mpigossip.store import StoreError, checkpoint, manifest, piecewise
-from mpigossip.store.manifest import Entry
+from mpigossip.store.manifest import Entry, Manifest
 from mpigossip.store.piecewise import PartSource, StoredModel, WrittenPart
 
 T = TypeVar("T")
@@ -194,19 +194,27 @@ class StreamedExchange(FolderExchange):
 
     def stored(self, path: Path) -> list[Any]:
         content = checkpoint.read_manifest(path)
-        models = []
-        for node in range(content.n):
-            entries = content.of(node)
-            firsts = accumulate((entry.parameters for entry in entries), initial=0)
-            files = [(e, first, e.parameters) for e, first in zip(entries, firsts, strict=False)]
-            length = sum(entry.parameters for entry in entries)
-            wanted = overlapping(files, *self.own)
-            begins = {entry: first for entry, first, _ in files}
-            opened = [(entry, begins[entry]) for entry in wanted]
-            models.append(StoredModel(path, opened, length, content.step))
-            for index in range(len(opened)):
-                models[-1].digest(index)  # raises an error if values are not finite
+        models: list[StoredModel] = []
+        try:
+            for node in range(content.n):
+                models.append(self._open_stored(path, content, node))
+                for index in range(models[-1].count):
+                    models[-1].digest(index)  # raises an error if values are not finite
+        except BaseException:
+            for model in models:
+                model.close()
+            raise
         return models
+
+    def _open_stored(self, path: Path, content: Manifest, node: int) -> StoredModel:
+        """Open this rank's files of a model of a checkpoint."""
+        entries = content.of(node)
+        firsts = accumulate((entry.parameters for entry in entries), initial=0)
+        files = [(e, first, e.parameters) for e, first in zip(entries, firsts, strict=False)]
+        length = sum(entry.parameters for entry in entries)
+        begins = {entry: first for entry, first, _ in files}
+        opened = [(entry, begins[entry]) for entry in overlapping(files, *self.own)]
+        return StoredModel(path, opened, length, content.step)
 
     def _read_part(self, command: Any) -> Any:
         if not isinstance(command, WritePart):

@@ -7,22 +7,24 @@ optimizer's state, a rank needs memory for a few windows.
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from mpigossip.cluster.deadline import WaitTimeoutError, paused
 from mpigossip.cluster.world import World
 from mpigossip.engine.shard_streams import Run, ShardStreams, flat_shard, stored_dtype
 from mpigossip.engine.sharded import empty_shard, fully_sharded, is_sharded, reshard
+from mpigossip.members.outages import FolderUnreachable
 from mpigossip.members.parts import Part
+from mpigossip.members.place import TooFarBehind
 from mpigossip.members.records import Round
 from mpigossip.members.streamed import PeerModel, StreamedExchange
 from mpigossip.mixing.combine import weighted_sum
@@ -36,6 +38,8 @@ from mpigossip.store.checkpoint import NodeState, Number
 from mpigossip.store.manifest import Entry
 from mpigossip.store.node_state import STATE_PIECES
 from mpigossip.store.piecewise import PIECE, PartSource, StoredModel, Stream
+
+T = TypeVar("T")
 
 FLOAT32 = np.dtype("<f4")
 SMALLEST_PIECE = 1 << 14
@@ -142,7 +146,7 @@ class ShardedLoopMember(LoopMember):
                 self._seed = self._spill(self._source())
                 self._changed = True
                 return
-            models = [self._seed.open()]
+            models = self._open([self._seed])
         self._changed = True
         try:
             self._load(models)
@@ -152,28 +156,65 @@ class ShardedLoopMember(LoopMember):
 
     def _spill(self, source: PartSource) -> SpilledModel:
         """Write a model to temporary files; collective."""
-        if self._scratch_folder is None:
-            folder = None
-            if self._world.rank == 0:
-                self._scratch = tempfile.TemporaryDirectory(prefix="mpigossip-member-")
-                folder = self._scratch.name
-            self._scratch_folder = Path(self._world.broadcast(folder))
         rank = self._world.rank
+        if self._scratch_folder is None:
+
+            def make() -> str:
+                if rank:
+                    return ""
+                self._scratch = tempfile.TemporaryDirectory(prefix="mpigossip-member-")
+                return self._scratch.name
+
+            self._scratch_folder = Path(self._on_all(make)[0])
         path = self._scratch_folder / manifest.name(self._spills, rank)
-        result: Any = None
-        try:
-            written = piecewise.write(path, self._spills, rank, source)
-            result = written.entry(), written.digest
-        except (OSError, StoreError) as error:
-            result = error
+        folder = self._scratch_folder
+        number = self._spills
         self._spills += 1
-        answers = self._world.broadcast(self._world.gather(result))
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
-        entries, digests = zip(*answers, strict=True)
+
+        def write() -> tuple[Entry, str]:
+            written = piecewise.write(path, number, rank, source)
+            return written.entry(), written.digest
+
+        entries, digests = zip(*self._on_all(write), strict=True)
         step = int(source.numbers["index"])
-        return SpilledModel(self._scratch_folder, entries, digests, rank, step)
+        return SpilledModel(folder, entries, digests, rank, step)
+
+    def _on_all(self, operation: Callable[[], T]) -> list[T]:
+        """Return the results of an operation on all ranks, in rank order; collective.
+
+        :param operation: function that each rank calls; its result can be pickled
+        :raises Exception: on all ranks, if the operation of any rank raises an error about files.
+            A rank that waits for the file system has to announce this by `paused`
+        """
+        result: Any = None
+        error: Exception | None = None
+        try:
+            result = operation()
+        except WaitTimeoutError:
+            raise
+        except (OSError, StoreError, ValueError, FolderUnreachable, TooFarBehind) as raised:
+            error = raised
+        answers = self._world.broadcast(self._world.gather((result, error)))
+        for _, problem in answers:
+            if problem is not None:
+                raise problem
+        return [value for value, _ in answers]
+
+    def _open(self, models: Sequence[SpilledModel]) -> list[StoredModel]:
+        """Open this rank's files of models; collective."""
+        opened: list[StoredModel] = []
+
+        def open_all() -> None:
+            for model in models:
+                opened.append(model.open())
+
+        try:
+            self._on_all(open_all)
+        except BaseException:
+            for model in opened:
+                model.close()
+            raise
+        return opened
 
     # -- rounds -----------------------------------------------------------------------------------
 
@@ -193,9 +234,7 @@ class ShardedLoopMember(LoopMember):
         seed = self._spill(self._source())
         for version in log.repeating(wanted_of(log, None, None)):
             models, late, progress = log.take_models(version)
-            self._begin(
-                [model.open() for model in (models or [seed])[: 1 if late is not None else None]]
-            )
+            self._begin(self._open((models or [seed])[: 1 if late is not None else None]))
             if late is not None:
                 with self._opened(models[1:]) as (peer, then):
                     self._average(PeerModel(peer, then if late else None, late))
@@ -205,16 +244,20 @@ class ShardedLoopMember(LoopMember):
             log.check(version, repeated, self._equal(log.round(version), repeated))
         self.finished = bool(log.end)
         if self.finished:
-            self._begin([log.models[key].open() for key in log.end])
-        if world.rank == 0:
-            self._live.place.report(log.summary())
-        world.barrier()
+            self._begin(self._open([log.models[key] for key in log.end]))
+
+        def summarize() -> None:
+            if world.rank == 0:
+                with paused():
+                    self._live.place.report(log.summary())
+
+        self._on_all(summarize)
         log.models.clear()
 
     @contextmanager
     def _opened(self, models: Sequence[SpilledModel]) -> Iterator[list[StoredModel]]:
         """Return a context manager that opens this rank's files of models."""
-        opened = [model.open() for model in models]
+        opened = self._open(models)
         try:
             yield opened
         finally:
@@ -225,15 +268,15 @@ class ShardedLoopMember(LoopMember):
         """Return whether a repeated model has the digests that its record contains; collective."""
         if len(record.files) > 1:
             return [shard.digest for shard in record.files] == [*model.digests]
+
         # Earlier versions wrote the model of several ranks to one file.
-        equal = None
-        if self._world.rank == 0:
-            whole = model.open(whole=True)
-            try:
-                equal = whole.digest_as_whole() == record.digest
-            finally:
-                whole.close()
-        return bool(self._world.broadcast(equal))
+        def compare() -> bool:
+            if self._world.rank:
+                return False
+            with paused(), closing(model.open(whole=True)) as whole:
+                return whole.digest_as_whole() == record.digest
+
+        return self._on_all(compare)[0]
 
     # -- the model and its files ------------------------------------------------------------------
 
@@ -275,8 +318,8 @@ class ShardedLoopMember(LoopMember):
     def _load(self, models: Sequence[StoredModel]) -> None:
         """Load the average of models, with buffers and the optimizer's state; collective."""
         reshard(fully_sharded(self._model))
-        begun = None
-        if self._world.rank == 0:
+
+        def begin() -> Any:
             mean = average([_small_state(model.small, model.numbers) for model in models])
             names = [model.state_names() for model in models]
             shared = {
@@ -284,8 +327,10 @@ class ShardedLoopMember(LoopMember):
                 for key in names[0]
             }
             types = {key: models[0].state(key, 0, 1).dtype for key in shared}
-            begun = mean.arrays, mean.numbers, shared, types
-        arrays, numbers, shared, types = self._world.broadcast(begun)
+            return mean.arrays, mean.numbers, shared, types
+
+        answers = self._on_all(lambda: None if self._world.rank else self._live.attempt(begin))
+        arrays, numbers, shared, types = answers[0]
         size = max(SMALLEST_PIECE, PIECE // len(models))
         parameters = self._parameters
 
@@ -361,21 +406,27 @@ class ShardedLoopMember(LoopMember):
         dtype: np.dtype,
         size: int,
     ) -> None:
-        """Scatter this rank's range; if a rank can't read it, raise its error on all ranks."""
+        """Scatter this rank's range; if a rank can't read it, raise its error on all ranks.
+
+        Elements of windows that not all ranks could read are not written.
+        """
         problems: list[Exception] = []
 
-        def read_or_skip(begin: int, end: int) -> np.ndarray:
-            if not problems:
-                try:
-                    return self._live.attempt(lambda: read(begin, end))
-                except Exception as error:  # noqa: BLE001 - raised on all ranks below
-                    problems.append(error)
-            return np.zeros(end - begin, dtype)
+        def read_if_possible(begin: int, end: int) -> np.ndarray | None:
+            try:
+                return self._live.attempt(lambda: read(begin, end))
+            except (OSError, StoreError, ValueError, FolderUnreachable) as error:
+                problems.append(error)
+                return None
 
-        self._streams.scatter(read_or_skip, write, dtype, size)
-        answers = self._world.broadcast(self._world.gather(problems[:1]))
-        for problem in itertools.chain.from_iterable(answers):
-            raise problem
+        if self._streams.scatter(read_if_possible, write, dtype, size):
+            return
+
+        def fail() -> None:
+            for problem in problems:
+                raise problem
+
+        self._on_all(fail)
 
 
 def _small_state(arrays: dict[str, np.ndarray], numbers: dict[str, Number]) -> NodeState:

@@ -333,6 +333,11 @@ class StoredModel:
             self._begins = [*accumulate(map(prod, shapes), initial=0)]
         self._files.append(objects)
 
+    @property
+    def count(self) -> int:
+        """Number of open files."""
+        return len(self._files)
+
     def close(self) -> None:
         """Close the files."""
         self._stack.close()

@@ -398,7 +398,7 @@ def result(
     """
     outcome = live.decide(lambda: _read_or_write(live, folder, steps, job, facts))
     if isinstance(outcome, Path):
-        return live.place.disk.retry(lambda: live.stored(outcome), "checkpoints")
+        return live.read_checkpoint(outcome)
     return live.local_parts(outcome)
 
 
