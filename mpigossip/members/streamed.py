@@ -179,7 +179,9 @@ class StreamedExchange(FolderExchange):
             files = [(entry_of(version, shard), shard.first) for shard in shards]
             length = version.parameters
             model = StoredModel(disk.root / "models", files, length, version.step)
-            model.check([shard.digest for shard in shards])
+            for index, shard in enumerate(shards):
+                name = f"models/{shard.file}"
+                model.check(index, shard.digest)
             if self.place.layout not in ("", layout(model.names, model.shapes)):
                 raise StoreError(
                     "its parameters have other names or shapes than the parameters of this "
@@ -224,6 +226,8 @@ class StreamedExchange(FolderExchange):
         numbers = final_numbers(model.numbers, command.steps)
         try:
             source = piecewise.source_of(model, *self.own, numbers)
+            if self.ranks.rank:
+                source = source._replace(arrays={})
             return piecewise.write(path, command.node, self.ranks.rank, source).entry()
         except (OSError, StoreError, ValueError, LookupError) as error:
             return cause(error) or error

@@ -29,7 +29,7 @@ from mpigossip.members.records import Round
 from mpigossip.members.streamed import PeerModel, StreamedExchange
 from mpigossip.mixing.combine import weighted_sum
 from mpigossip.optim.member import LoopMember
-from mpigossip.optim.state import read_optimizer, write_optimizer
+from mpigossip.optim.state import is_sharded_like, read_optimizer, write_optimizer
 from mpigossip.runs.members.member import average
 from mpigossip.runs.members.replay import ReplayLog, wanted_of
 from mpigossip.runs.snapshot_and_restore import put_buffers
@@ -46,11 +46,16 @@ SMALLEST_PIECE = 1 << 14
 """Smallest number of elements that are read at a time, if many models are averaged."""
 
 
+def is_divided(world: World, model: torch.nn.Module) -> bool:
+    """Return whether a model is sharded among several ranks, each of which writes its own part."""
+    return world.size > 1 and any(is_sharded(p) for p in model.parameters() if p.requires_grad)
+
+
 def streams_of(world: World, model: torch.nn.Module) -> ShardStreams | None:
     """Return the streams of a model that is sharded among several ranks, otherwise None."""
-    trained: list[Any] = [p for p in model.parameters() if p.requires_grad]
-    if world.size == 1 or not any(map(is_sharded, trained)):
+    if not is_divided(world, model):
         return None
+    trained: list[Any] = [p for p in model.parameters() if p.requires_grad]
     dims = [p.placements[0].dim for p in trained]
     return ShardStreams(world, [tuple(p.shape) for p in trained], dims, world.rank)
 
@@ -326,7 +331,9 @@ class ShardedLoopMember(LoopMember):
                 key: set.intersection(*(of_model.get(key, set()) for of_model in names))
                 for key in names[0]
             }
-            types = {key: models[0].state(key, 0, 1).dtype for key in shared}
+            types = {
+                key: np.result_type(*(model.state_dtype(key) for model in models)) for key in shared
+            }
             return mean.arrays, mean.numbers, shared, types
 
         answers = self._on_all(lambda: None if self._world.rank else self._live.attempt(begin))
@@ -336,7 +343,8 @@ class ShardedLoopMember(LoopMember):
 
         def scatter(read: Callable[..., np.ndarray], tensors: Sequence[Any], dtype: Any) -> None:
             def mean(begin: int, end: int) -> np.ndarray:
-                return _mean([read(model, begin, end) for model in models])
+                pieces = [read(model, begin, end) for model in models]
+                return _mean([piece.astype(dtype, copy=False) for piece in pieces])
 
             def write(run: Run, values: torch.Tensor) -> None:
                 if tensors[run.parameter] is not None:
@@ -370,7 +378,7 @@ class ShardedLoopMember(LoopMember):
         """Return the tensor of the optimizer's state for a parameter; create it if necessary."""
         parameter = self._trained[name]
         present = self._optimizer.state.get(parameter, {}).get(key)
-        if is_sharded(present) and present.shape == parameter.shape:
+        if is_sharded_like(present, parameter):
             return present
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
         return empty_shard(parameter, parameter.dtype if kind.is_floating_point else kind)

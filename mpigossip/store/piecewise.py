@@ -27,6 +27,7 @@ import numpy as np
 
 from mpigossip.store import StoreError, direct, guard, node_state
 from mpigossip.store import manifest as manifests
+from mpigossip.store.checkpoint import check_count
 from mpigossip.store.hdf5 import create, new, reading, sync, write_text, writing
 from mpigossip.store.manifest import FORMAT, Entry, Number
 from mpigossip.store.node_file import node_file
@@ -239,6 +240,13 @@ def _create(
     :return: the offset of each large array; and the bytes between the large arrays
     """
     datasets: dict[str, h5py.Dataset] = {}
+    numbers = json.dumps(source.numbers, default=lambda value: value.item())
+    arrays = [f"arrays/{name}" for name in source.arrays]
+    names = [*arrays, *source.streams, "arrays", "pieces", "layout", "numbers"]
+    objects = {path for name in names for path in accumulate(name.split("/"), "{}/{}".format)}
+    limit = guard.max_objects(source.nbytes)
+    check_count(path, len(objects), "groups and arrays", limit)
+    check_count(path, len(numbers), "bytes of counters and texts", guard.TEXT)
     with writing(path), create(path, **direct.LAYOUT) as file:
         file.attrs["format"] = np.bytes_(FORMAT)
         file.attrs["node"] = node
@@ -251,7 +259,6 @@ def _create(
             datasets[name] = direct.allocate(file, name, (source.length,), stream.dtype)
         table = node_state.table(source.names, source.shapes)
         file.create_dataset("layout", data=table)
-        numbers = json.dumps(source.numbers, default=lambda value: value.item())
         write_text(file, "numbers", numbers)
         offsets = {name: dataset.id.get_offset() for name, dataset in datasets.items()}
         sizes = {name: dataset.nbytes for name, dataset in datasets.items()}
@@ -301,6 +308,7 @@ class StoredModel:
         :raises StoreError: if a file is missing or damaged
         """
         self._folder = folder
+        self._is_whole = [entry.parameters for entry, _ in files] == [length]
         self.names: tuple[str, ...] = ()
         """Names of the parameters of the model."""
         self.shapes: tuple[tuple[int, ...], ...] = ()
@@ -342,15 +350,15 @@ class StoredModel:
         """Close the files."""
         self._stack.close()
 
-    def check(self, digests: Sequence[str]) -> None:
-        """Read all open files, and compare the digests of their arrays.
+    def check(self, index: int, digest: str) -> None:
+        """Read an open file, and compare the digest of its arrays.
 
-        :param digests: SHA-256 of the arrays of each file
-        :raises StoreError: if a digest differs, or if an array has NaN or infinite values
+        :param index: index of the file among the open ones
+        :param digest: SHA-256 of the arrays of the file
+        :raises StoreError: if the digest differs, or if an array has NaN or infinite values
         """
-        for index, expected in enumerate(digests):
-            if self.digest(index) != expected:
-                raise StoreError("its digest differs from the digest in the record of its round")
+        if self.digest(index) != digest:
+            raise StoreError("its digest differs from the digest in the record of its round")
 
     def digest(self, index: int) -> str:
         """Return the SHA-256 of the arrays of a file, read piece by piece.
@@ -405,8 +413,11 @@ class StoredModel:
         for name, key in state_keys(self.numbers):
             path = f"torch/{name}/{key}"
             item = self._files[0].get(f"arrays/{path}")
-            # Other arrays, such as the number of steps, are small.
-            is_whole = isinstance(item, h5py.Dataset) and item.shape == shapes.get(name)
+            # Other arrays, such as the number of steps, are small. So is an array of a part's file:
+            # its tensor was not sharded like its parameter, and only the first file has it.
+            is_whole = (
+                self._is_whole and isinstance(item, h5py.Dataset) and item.shape == shapes.get(name)
+            )
             is_piece = item is None and f"{STATE_PIECES}{key}" in self._files[0]
             if is_whole or is_piece:
                 keys.setdefault(key, {})[name] = path
@@ -415,6 +426,18 @@ class StoredModel:
     def state_names(self) -> dict[str, set[str]]:
         """Return, for each key of the optimizer's state, the parameters that have such an array."""
         return {key: set(paths) for key, paths in self._large().items()}
+
+    def state_dtype(self, key: str) -> np.dtype:
+        """Return the type of the elements of the optimizer's state of all parameters.
+
+        :param key: key of the state, such as "exp_avg", of :meth:`state_names`
+        """
+        objects = self._files[0]
+        if (pieces := f"{STATE_PIECES}{key}") in objects:
+            return objects[pieces].dtype
+        return np.result_type(
+            *(objects[f"arrays/{path}"].dtype for path in self._large()[key].values())
+        )
 
     def parameters(self, begin: int, end: int) -> np.ndarray:
         """Return a range of elements of the flat parameters.
@@ -522,7 +545,7 @@ def source_of(
     streams = {"parameters": Stream(np.dtype("<f4"), lambda: pieces(model.parameters))}
     for key in model.state_names():
         read = partial(model.state, key)
-        dtype = model.state(key, begin, min(begin + 1, end)).dtype
-        streams[f"{STATE_PIECES}{key}"] = Stream(dtype, partial(pieces, read))
+        stream = Stream(model.state_dtype(key), partial(pieces, read))
+        streams[f"{STATE_PIECES}{key}"] = stream
     arrays = {} if begin else model.small
     return PartSource(model.names, model.shapes, end - begin, arrays, {**numbers}, streams)
