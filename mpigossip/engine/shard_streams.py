@@ -20,8 +20,10 @@ import torch
 from mpigossip.cluster.deadline import Deadline
 from mpigossip.cluster.world import World
 from mpigossip.engine.sharded import row_range
-from mpigossip.mixing.notifications import keep_alive
 from mpigossip.store.piecewise import PIECE
+
+keep_alive: list[Any] = []
+"""Buffers of abandoned messages, which MPI may still use."""
 
 
 class Run(NamedTuple):
@@ -207,7 +209,7 @@ class ShardStreams:
         try:
             Deadline(self._world.timeout_s).wait(request.Test, lambda: text, awaited_ranks=tuple)
         except BaseException:
-            keep_alive.append((request, message, received))  # MPI may still use these arrays
+            keep_alive.append((request, message, received))
             raise
         return received
 

@@ -13,7 +13,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from mpigossip.cluster.deadline import WaitTimeoutError
 from mpigossip.members.live import (
     FolderExchange,
     check_owner,
@@ -272,7 +271,7 @@ class StreamedExchange(FolderExchange):
     def _write_pieces(self, draft: Round, source: PartSource) -> WrittenPart | Exception:
         """Write this rank's part; return the exception if that fails. Collective.
 
-        :raises WaitTimeoutError: if another rank does not send its elements
+        :raises TimeoutError: if another rank does not send its elements
         """
         disk = self.place.disk
         rank = self.ranks.rank
@@ -284,7 +283,8 @@ class StreamedExchange(FolderExchange):
         path = disk.root / name
         try:
             return piecewise.write(path, draft.place, rank, source, attempt)
-        except WaitTimeoutError:
+        except TimeoutError:
+            # It is an error of a wait for other ranks: errors of the file system are StoreErrors.
             raise
         except (OSError, StoreError, ValueError, FolderUnreachable, Fenced) as error:
             # Rank 0 waits for a result of each rank.
