@@ -382,14 +382,13 @@ class StoredModel:
         return sha.hexdigest()
 
     def _read(self, index: int, dataset: h5py.Dataset) -> Iterator[np.ndarray]:
-        """Iterate over consecutive pieces of a dataset, along its first dimension."""
+        """Iterate over consecutive pieces of a dataset in row-major order."""
         with reading(self._paths[index]):
             if not dataset.shape:
                 yield dataset[()]
                 return
-            rows = max(1, PIECE // max(1, prod(dataset.shape[1:])))
-            for start in range(0, dataset.shape[0], rows):
-                yield dataset[start : start + rows]
+            for start in range(0, dataset.size, PIECE):
+                yield _elements(dataset, start, min(start + PIECE, dataset.size))
 
     @property
     def small(self) -> dict[str, np.ndarray]:
@@ -517,14 +516,32 @@ class StoredModel:
         return sha.hexdigest()
 
 
-def _elements(dataset: h5py.Dataset, begin: int, end: int) -> np.ndarray:
-    """Return a range of the elements of a dataset in row-major order, reading only these rows."""
-    if dataset.ndim < 2:
-        return dataset[begin:end].reshape(-1)
-    width = prod(dataset.shape[1:])
-    first = begin // width
-    rows = dataset[first : -(-end // width)].reshape(-1)
-    return rows[begin - first * width : end - first * width]
+def _elements(
+    dataset: h5py.Dataset, begin: int, end: int, prefix: tuple[int, ...] = ()
+) -> np.ndarray:
+    """Return a range of the elements of a dataset in row-major order, reading only these.
+
+    :param dataset: dataset with at least one dimension
+    :param begin: index of the first element
+    :param end: index after the last element
+    :param prefix: first indices of the part of the dataset in which elements are counted
+    """
+    shape = dataset.shape[len(prefix) :]
+    if len(shape) == 1 or begin >= end:
+        return dataset[(*prefix, slice(begin, end))].reshape(-1)
+    width = prod(shape[1:])
+    low, high = -(-begin // width), end // width
+    if low > high:
+        return _elements(dataset, begin - high * width, end - high * width, (*prefix, high))
+    parts = []
+    if begin < low * width:
+        first = begin - (low - 1) * width
+        parts.append(_elements(dataset, first, width, (*prefix, low - 1)))
+    if low < high:
+        parts.append(dataset[(*prefix, slice(low, high))].reshape(-1))
+    if high * width < end:
+        parts.append(_elements(dataset, 0, end - high * width, (*prefix, high)))
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def source_of(

@@ -269,3 +269,23 @@ def test_a_part_that_no_reader_accepts_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(guard, "OBJECTS", 2)
     with pytest.raises(StoreError, match="groups and arrays"):
         piecewise.write(tmp_path / "node-0000-0000.h5", 0, 0, source)
+
+
+def test_only_the_elements_of_a_range_are_read():
+    """A row of an array with several dimensions may be larger than memory."""
+    values = np.arange(3 * 4 * 5 * 2).reshape(3, 4, 5, 2)
+    read = []
+
+    class Watched:
+        shape = values.shape
+
+        def __getitem__(self, index):
+            read.append(values[index].size)
+            return values[index]
+
+    for begin in range(values.size):
+        for end in range(begin + 1, values.size + 1):
+            read.clear()
+            elements = piecewise._elements(Watched(), begin, end)
+            assert np.array_equal(elements, values.reshape(-1)[begin:end])
+            assert sum(read) == end - begin
