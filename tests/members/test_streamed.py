@@ -5,11 +5,15 @@ import os
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from mpigossip.members.parts import Part
 from mpigossip.members.place import Place, TrainingPlan
 from mpigossip.members.records import RecordStore
+from mpigossip.members.streamed import StreamedExchange
+from mpigossip.runs.members.ranks import SeveralRanks
 from mpigossip.store import piecewise
 from tests.cases import every
 from tests.members.faults import Faults, injected
@@ -65,7 +69,8 @@ def test_an_error_of_one_rank_ends_no_member(tmp_path, operation, rank, seconds)
     assert right(root, PLAN)
 
 
-def test_other_ranks_wait_for_a_lease_too(tmp_path, monkeypatch):
+@pytest.mark.parametrize("by_pieces", [True, False])
+def test_other_ranks_wait_for_a_lease_too(tmp_path, monkeypatch, by_pieces):
     """Rank 1 can't write for longer than a file system may fail before the lease is known."""
     monkeypatch.setattr("mpigossip.members.outages.START_S", 0.1)
     disks = two_disks(tmp_path / "run")
@@ -79,8 +84,23 @@ def test_other_ranks_wait_for_a_lease_too(tmp_path, monkeypatch):
             disks[1].faults = fault("all", 0.5)
 
     with injected():
-        assert member_of_ranks(disks, PLAN, sleep=fail, streamed=True) == "end"
+        assert member_of_ranks(disks, PLAN, sleep=fail, streamed=by_pieces) == "end"
     assert disks[1].outages.limit_s == 60.0 and disks[1].faults.counts
+
+
+def test_rank_0_waits_for_files_as_long_as_the_file_system_may_fail(tmp_path, monkeypatch):
+    world = SimpleNamespace(rank=0, size=2, timeout_s=30.0, duplicate=lambda: None)
+    ranks = SeveralRanks(world, Part(0, 2, 2, 0, 2))
+    live = StreamedExchange(Place(RecordStore(tmp_path), PLAN), lambda: False, 0.01, ranks)
+    live.limit_outages()
+    limits = []
+    monkeypatch.setattr(
+        "mpigossip.runs.members.ranks.Deadline",
+        lambda seconds: SimpleNamespace(wait=lambda *_, **__: limits.append(seconds)),
+    )
+    ranks._wait(lambda: True, "")
+    live.close()
+    assert limits == [PLAN.lease_s + 30.0]
 
 
 def lose_bytes(monkeypatch, rank: int, times: int) -> list[str]:
@@ -129,8 +149,10 @@ def test_no_rank_fills_the_mount_point_of_an_unmounted_folder(tmp_path, by_piece
     rounds = []
 
     def unmount():
-        rounds.append(0)
-        if len(rounds) != 3:
+        rounds.append(threading.get_ident())
+        is_last = rounds.count(threading.get_ident()) == 3 and threading.get_ident() != rounds[0]
+        time.sleep(0.1)  # until the model of the previous round is published
+        if not is_last:
             return
         root.rename(tmp_path / "elsewhere")
         root.mkdir()
