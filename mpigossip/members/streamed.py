@@ -228,6 +228,8 @@ class StreamedExchange(FolderExchange):
             if self.ranks.rank:
                 source = source._replace(arrays={})
             return piecewise.write(path, command.node, self.ranks.rank, source).entry()
+        except piecewise.DamagedPart as error:
+            return OSError(errno.EIO, str(error), str(path))  # all files are then written again
         except (OSError, StoreError, ValueError, LookupError) as error:
             return cause(error) or error
 
@@ -321,6 +323,7 @@ class StreamedExchange(FolderExchange):
                 raise
             return entry
 
+        entry: Entry | None = None
         try:
             entry = self._repeated(draft, flush)
         except Fenced:
@@ -331,7 +334,7 @@ class StreamedExchange(FolderExchange):
         except Exception as error:  # noqa: BLE001 - rank 0 waits for a result of each rank
             return error
         finally:
-            if part.path != written.path:
+            if entry is None or part.path != written.path:
                 disk.discard(written.path)
         begin, _ = self.own
         return Shard(

@@ -128,6 +128,7 @@ def test_no_record_names_a_file_whose_bytes_were_lost(tmp_path, monkeypatch, ran
     files = lose_bytes(monkeypatch, rank, 1)
     assert member_of_ranks(disks, PLAN, streamed=True) == "queued"
     assert len(files) == 1 and not chunks_of(root, PLAN)
+    assert not [*(root / "models").glob(f"*-{rank:04d}.h5")]
     disks = [Bad(root, random.Random(rank)) for rank in range(2)]
     assert member_of_ranks(disks, PLAN, streamed=True) == "end"
     assert right(root, PLAN)

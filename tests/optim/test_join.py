@@ -20,6 +20,7 @@ from mpigossip.members.outages import Outages
 from mpigossip.members.place import Place, TrainingPlan
 from mpigossip.members.records import RecordStore
 from mpigossip.optim import join as joining
+from mpigossip.optim import member as member_of_loop
 from mpigossip.runs.members.replay import ReplayMismatch
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
@@ -71,7 +72,7 @@ def test_an_outage_is_no_part_of_a_round(tmp_path, monkeypatch):
     """The whole time of the training counts as an outage here, so that a round takes 0 seconds."""
     rounds = []
     monkeypatch.setattr(Outages, "seconds", lambda self: time.monotonic())
-    monkeypatch.setattr(joining, "check_lease", lambda _, round_s: rounds.append(round_s))
+    monkeypatch.setattr(member_of_loop, "check_lease", lambda _, round_s: rounds.append(round_s))
     assert train(tmp_path / "run", *parts())
     assert len(rounds) == 1 and abs(rounds[0]) < 1e-3
 
