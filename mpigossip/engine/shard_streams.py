@@ -22,6 +22,9 @@ from mpigossip.cluster.world import World
 from mpigossip.engine.sharded import row_range
 from mpigossip.store.piecewise import PIECE
 
+keep_alive: list[Any] = []
+"""Buffers of abandoned messages, which MPI may still use."""
+
 
 class Run(NamedTuple):
     """Consecutive elements of the flat parameters that lie in one shard of a rank."""
@@ -130,7 +133,8 @@ class ShardStreams:
                     sent[rank] += run.length
             limits = window[self.rank]
             incoming = [[*self.runs(rank, *limits)] for rank in range(len(window))]
-            received = self._exchange(np.concatenate([np.zeros(0, dtype), *parts]), sent, incoming)
+            counts = [sum(run.length for run in runs) for runs in incoming]
+            received = self._exchange(np.concatenate([np.zeros(0, dtype), *parts]), sent, counts)
             piece = np.empty(limits[1] - limits[0], dtype)
             position = 0
             for run in (run for runs in incoming for run in runs):
@@ -141,56 +145,72 @@ class ShardStreams:
 
     def scatter(
         self,
-        read: Callable[[int, int], np.ndarray],
+        read: Callable[[int, int], np.ndarray | None],
         write: Callable[[Run, torch.Tensor], None],
         dtype: np.dtype,
         size: int = PIECE,
-    ) -> None:
+    ) -> bool:
         """Send this rank's range to the ranks that have its elements in their shards; collective.
 
+        If a rank can't read a window, no rank writes elements of this window or of later ones.
+
         :param read: function that returns the elements of this rank's range from one index to
-            another, of type ``dtype``
+            another, of type ``dtype``; None: they can't be read
         :param write: function that receives elements of this rank's shards
         :param dtype: type of the elements
         :param size: largest number of elements that are read at a time
+        :return: whether all windows were read and written; the same on all ranks
         """
         for window in self.windows(size):
             begin, end = window[self.rank]
             values = read(begin, end) if begin < end else np.zeros(0, dtype)
-            outgoing = [[*self.runs(rank, begin, end)] for rank in range(len(window))]
-            parts = [
-                values[run.first - begin : run.first - begin + run.length]
-                for runs in outgoing
-                for run in runs
-            ]
-            sent = [sum(run.length for run in runs) for runs in outgoing]
+            # Each message begins with an element that is 1 if its rank could not read.
+            flag = np.full(1, values is None, dtype)
+            if values is None:
+                values = np.zeros(end - begin, dtype)
+            parts = []
+            sent = []
+            for rank in range(len(window)):
+                runs = [*self.runs(rank, begin, end)]
+                of_rank = [values[run.first - begin :][: run.length] for run in runs]
+                parts += [flag, *of_rank]
+                sent.append(1 + sum(map(len, of_rank)))
             incoming = [[*self.runs(self.rank, *limits)] for limits in window]
-            received = self._exchange(np.concatenate([np.zeros(0, dtype), *parts]), sent, incoming)
-            position = 0
-            for run in (run for runs in incoming for run in runs):
-                write(run, torch.from_numpy(received[position : position + run.length]))
-                position += run.length
+            counts = [1 + sum(run.length for run in runs) for runs in incoming]
+            received = self._exchange(np.concatenate(parts), sent, counts)
+            starts = [*accumulate(counts, initial=0)][:-1]
+            if any(received[start] for start in starts):
+                return False
+            for start, runs in zip(starts, incoming, strict=True):
+                position = start + 1
+                for run in runs:
+                    write(run, torch.from_numpy(received[position : position + run.length]))
+                    position += run.length
+        return True
 
     def _exchange(
-        self, message: np.ndarray, sent: Sequence[int], incoming: Sequence[Sequence[Run]]
+        self, message: np.ndarray, sent: Sequence[int], counts: Sequence[int]
     ) -> np.ndarray:
         """Send consecutive parts of ``message`` to all ranks; return the received parts.
 
         :param message: elements for all ranks, in the order of the ranks
         :param sent: number of elements for each rank
-        :param incoming: runs that each rank sends to this rank
+        :param counts: number of elements that each rank sends to this rank
         """
         if self._comm is None:
             return message
         size = message.itemsize
-        received = np.empty(sum(run.length for runs in incoming for run in runs), message.dtype)
-        counts = [sum(run.length for run in runs) * size for runs in incoming]
+        received = np.empty(sum(counts), message.dtype)
         request = self._comm.Ialltoallv(
             (message.view(np.uint8), [count * size for count in sent]),
-            (received.view(np.uint8), counts),
+            (received.view(np.uint8), [count * size for count in counts]),
         )
         text = "not all ranks of this member have sent their elements of a model"
-        Deadline(self._world.timeout_s).wait(request.Test, lambda: text, awaited_ranks=tuple)
+        try:
+            Deadline(self._world.timeout_s).wait(request.Test, lambda: text, awaited_ranks=tuple)
+        except BaseException:
+            keep_alive.append((request, message, received))
+            raise
         return received
 
 

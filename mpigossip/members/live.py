@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -252,6 +252,13 @@ def commit_checkpoint(
     disk.share(path / MANIFEST)
 
 
+class ReadCheckpoint(NamedTuple):
+    """Command of rank 0 to read this rank's parts of the models of a checkpoint."""
+
+    folder: Path
+    """Folder of the checkpoint."""
+
+
 class OneRank:
     """Collective decisions of a member that has one rank, so that nothing has to be sent.
 
@@ -263,6 +270,8 @@ class OneRank:
     part: Part | None = None
     """Part of the model that this rank reads and writes; None: each rank reads whole models, and
     only rank 0 writes them."""
+    outage_s = 0.0
+    """Seconds for which the file system may fail while a rank writes its part."""
 
     def decide(self, work: Callable[[], T], place: Place, read: Callable[[Any], Any]) -> T:
         """Return the result of ``work()``, which only rank 0 calls, on all ranks; collective.
@@ -330,6 +339,8 @@ class FolderExchange:
         self.ranks = ranks or OneRank()
         self._read_states: dict[Round, NodeState] = {}
         """States that this rank has read in the present decision."""
+        self._stored: list[Any] = []
+        """States that this rank has read from a checkpoint."""
         self._last_models: list[tuple[int, NodeState]] = []
         """For each of the last rounds, the age at which it began, and the model after it."""
         self.poll_s = poll_s
@@ -389,10 +400,12 @@ class FolderExchange:
         """Read the part of this rank.
 
         :param command: record of the round whose model is read, and whether to return errors of the
-            file system
+            file system; or a `ReadCheckpoint`
         :return: whether the part was read, errors of the file system, and lines that rank 0 has to
-            report
+            report; or the result of :meth:`_read_stored`
         """
+        if isinstance(command, ReadCheckpoint):
+            return self._read_stored(command.folder)
         version, keeps_failures = command
         lines: list[str] = []
         report = self.place.report
@@ -429,8 +442,9 @@ class FolderExchange:
             place.report(
                 f"place {place.number} was silent for too long and was closed; joining again"
             )
-        except TooFarBehind:
-            place.report(f"place {place.number} fell behind the others; joining again")
+        except TooFarBehind as error:
+            reason = str(error) or f"place {place.number} fell behind the others"
+            place.report(f"{reason}; joining again")
             self.leave()
         except BaseException:
             # If an outage has ended this stay, leaving fails, too. Its error must not replace the
@@ -452,6 +466,7 @@ class FolderExchange:
         :raises StopRequested: if the member is asked to leave while it waits for a readable model
         """
         self.place.layout = about.get("layout", "")
+        self.limit_outages()
 
         def work() -> list[Round]:
             self.place.join(self.promises)
@@ -462,6 +477,12 @@ class FolderExchange:
         states = self.local_parts(self.decide(work))
         self._last_models = []
         return states
+
+    def limit_outages(self) -> None:
+        """Let operations of this rank fail for at most one lease, and let others wait as long."""
+        lease_s = self.place.plan.lease_s
+        self.place.disk.outages.limit_s = lease_s
+        self.ranks.outage_s = lease_s
 
     def _current(
         self, choose: Callable[[], list[Round]], limit: int
@@ -541,6 +562,33 @@ class FolderExchange:
             states = [state for state in read if state is not None]
         disk = self.place.disk
         disk.retry(lambda: write_checkpoint(disk, folder, steps, states, job, meta), "checkpoints")
+
+    def read_checkpoint(self, path: Path) -> list[Any]:
+        """Return this rank's parts of the models of a checkpoint; collective.
+
+        If the file system fails for any rank, all ranks read again.
+
+        :param path: folder of the checkpoint
+        """
+
+        def read() -> None:
+            for error in self.ranks.ask(ReadCheckpoint(path), self._read_part):
+                if error is not None:
+                    raise error
+
+        self.decide(lambda: self.place.disk.retry(read, "checkpoints"))
+        states = self._stored
+        self._stored = []
+        return states
+
+    def _read_stored(self, path: Path) -> Exception | None:
+        """Read this rank's parts of the models of a checkpoint; return the error if that fails."""
+        self._stored = []
+        try:
+            self._stored = self.stored(path)
+        except (OSError, StoreError, ValueError, LookupError) as error:
+            return cause(error) or error
+        return None
 
     def stored(self, path: Path) -> list[NodeState]:
         """Return this rank's parts of the models of a checkpoint.
@@ -699,13 +747,11 @@ class FolderExchange:
             if self.ranks.rank:
                 return
             shards = [shard for shard in written if isinstance(shard, Shard)]
-            for error in written:
-                if isinstance(error, Exception):
-                    # Members that have closed a place remove its files, even unfinished ones.
-                    if not isinstance(cause(error), FileNotFoundError):
-                        raise error
-                    if not place.closed_by_others(draft):
-                        raise error
+            errors = [error for error in written if isinstance(error, Exception)]
+            # Members that have closed a place remove its files, even unfinished ones. The cause of
+            # another rank's error is not sent, so that its kind does not show this.
+            if errors and not self._is_closed(draft):
+                raise errors[0]
             if len(shards) < len(written):
                 place.fenced = True
                 return
@@ -722,6 +768,13 @@ class FolderExchange:
             )
 
         self._written = self._writer.submit(work)
+
+    def _is_closed(self, draft: Round) -> bool:
+        """Return whether other members have closed the place; False if this can't be determined."""
+        try:
+            return self.place.closed_by_others(draft)
+        except (FolderUnreachable, StoreError, OSError):
+            return False
 
     def _shard(self, draft: Round, state: NodeState) -> Shard | Exception | None:
         """Write the part of this rank to a file; return the description of the file for the record.
@@ -763,7 +816,9 @@ class FolderExchange:
             disk.discard(path)
             if self.ranks.rank == 0 and self.place.closed_by_others(draft):
                 return None
-            if isinstance(cause(error), FileNotFoundError):
+            # The other ranks do not know whether an empty folder is the mount point of a file
+            # system that is not mounted. Rank 0 writes a file at the same time.
+            if self.ranks.rank == 0 and isinstance(cause(error), FileNotFoundError):
                 disk.make("models")
             raise
         return entry

@@ -7,6 +7,7 @@ has a copy of its part in memory.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -21,14 +22,23 @@ from mpigossip.members.live import (
     note_unreadable,
     rounds_late,
 )
-from mpigossip.members.outages import cause
-from mpigossip.members.place import KEEP
+from mpigossip.members.outages import FolderUnreachable, cause
+from mpigossip.members.place import KEEP, Fenced, TooFarBehind
 from mpigossip.members.records import Round, Shard
 from mpigossip.store import StoreError, checkpoint, manifest, piecewise
-from mpigossip.store.manifest import Entry
+from mpigossip.store.manifest import Entry, Manifest
 from mpigossip.store.piecewise import PartSource, StoredModel, WrittenPart
 
 T = TypeVar("T")
+
+
+VANISHED = (errno.ENOENT, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN)
+"""Errors of reading an open file that last: the file was removed, or the file system of its
+descriptor is not mounted any more."""
+
+
+class ModelVanished(TooFarBehind, StoreError):
+    """Error of a model whose files can't be read any more, although they were opened before."""
 
 
 class PeerModel(NamedTuple):
@@ -94,18 +104,67 @@ class StreamedExchange(FolderExchange):
         return part.first, part.first + part.count
 
     def attempt(self, operation: Callable[[], T]) -> T:
-        """Return the result of an operation, which is repeated as long as the file system fails.
+        """Return the result of reading open files, which is repeated if the file system fails.
 
         In the meantime, the other ranks wait for this rank without a limit.
+
+        :raises ModelVanished: if a file was removed, or belongs to a file system that was unmounted
         """
         try:
             return operation()
         except (OSError, StoreError) as error:
-            # A file that was removed does not come back.
-            if cause(error) is None or isinstance(cause(error), FileNotFoundError):
+            failed = cause(error)
+            if failed is None:
                 raise
+            if failed.errno in VANISHED:
+                raise ModelVanished(str(error)) from error
         with self.ranks.waited_for():
             return self.place.disk.retry(operation, "models")
+
+    def _after_failure(self, draft: Round, error: Exception) -> None:
+        """Prepare to repeat an operation on this rank's new file.
+
+        Ranks other than 0 create no folder: they do not know whether an empty folder is the mount
+        point of a file system that is not mounted. Rank 0 writes a file at the same time.
+
+        :param draft: record of the round
+        :param error: error of the operation
+        :raises Fenced: if other members have closed this place. Some time later, they remove its
+            files, even unfinished ones
+        """
+        is_missing = isinstance(cause(error), FileNotFoundError)
+        is_first = self.ranks.rank == 0
+        if (is_missing or is_first) and self.place.closed_by_others(draft):
+            raise Fenced
+        if is_missing and is_first:
+            self.place.disk.make("models")
+
+    def _repeated(self, draft: Round, operation: Callable[[], T]) -> T:
+        """Return the result of an operation on this rank's new file; repeat it if that fails.
+
+        In the meantime, the other ranks wait for this rank without a limit.
+
+        :param draft: record of the round
+        :param operation: function that may be called again after any error
+        :raises Fenced: if other members have closed this place
+        """
+        try:
+            return operation()
+        except (OSError, StoreError) as error:
+            if cause(error) is None:
+                raise
+            first = error
+
+        def again() -> T:
+            try:
+                return operation()
+            except (OSError, StoreError) as error:
+                self._after_failure(draft, error)
+                raise
+
+        with self.ranks.waited_for():
+            self._after_failure(draft, first)
+            return self.place.disk.retry(again, "models")
 
     def open_model(self, version: Round, failures: list[Exception] | None) -> StoredModel | None:
         disk = self.place.disk
@@ -119,7 +178,9 @@ class StreamedExchange(FolderExchange):
             files = [(entry_of(version, shard), shard.first) for shard in shards]
             length = version.parameters
             model = StoredModel(disk.root / "models", files, length, version.step)
-            model.check([shard.digest for shard in shards])
+            for index, shard in enumerate(shards):
+                name = f"models/{shard.file}"
+                model.check(index, shard.digest)
             if self.place.layout not in ("", layout(model.names, model.shapes)):
                 raise StoreError(
                     "its parameters have other names or shapes than the parameters of this "
@@ -134,19 +195,27 @@ class StreamedExchange(FolderExchange):
 
     def stored(self, path: Path) -> list[Any]:
         content = checkpoint.read_manifest(path)
-        models = []
-        for node in range(content.n):
-            entries = content.of(node)
-            firsts = accumulate((entry.parameters for entry in entries), initial=0)
-            files = [(e, first, e.parameters) for e, first in zip(entries, firsts, strict=False)]
-            length = sum(entry.parameters for entry in entries)
-            wanted = overlapping(files, *self.own)
-            begins = {entry: first for entry, first, _ in files}
-            opened = [(entry, begins[entry]) for entry in wanted]
-            models.append(StoredModel(path, opened, length, content.step))
-            for index in range(len(opened)):
-                models[-1].digest(index)  # raises an error if values are not finite
+        models: list[StoredModel] = []
+        try:
+            for node in range(content.n):
+                models.append(self._open_stored(path, content, node))
+                for index in range(models[-1].count):
+                    models[-1].digest(index)  # raises an error if values are not finite
+        except BaseException:
+            for model in models:
+                model.close()
+            raise
         return models
+
+    def _open_stored(self, path: Path, content: Manifest, node: int) -> StoredModel:
+        """Open this rank's files of a model of a checkpoint."""
+        entries = content.of(node)
+        firsts = accumulate((entry.parameters for entry in entries), initial=0)
+        files = [(e, first, e.parameters) for e, first in zip(entries, firsts, strict=False)]
+        length = sum(entry.parameters for entry in entries)
+        begins = {entry: first for entry, first, _ in files}
+        opened = [(entry, begins[entry]) for entry in overlapping(files, *self.own)]
+        return StoredModel(path, opened, length, content.step)
 
     def _read_part(self, command: Any) -> Any:
         if not isinstance(command, WritePart):
@@ -156,8 +225,12 @@ class StreamedExchange(FolderExchange):
         numbers = final_numbers(model.numbers, command.steps)
         try:
             source = piecewise.source_of(model, *self.own, numbers)
+            if self.ranks.rank:
+                source = source._replace(arrays={})
             return piecewise.write(path, command.node, self.ranks.rank, source).entry()
-        except (OSError, StoreError) as error:
+        except piecewise.DamagedPart as error:
+            return OSError(errno.EIO, str(error), str(path))  # all files are then written again
+        except (OSError, StoreError, ValueError, LookupError) as error:
             return cause(error) or error
 
     def write_result(
@@ -198,29 +271,71 @@ class StreamedExchange(FolderExchange):
         return source.nbytes
 
     def _write_pieces(self, draft: Round, source: PartSource) -> WrittenPart | Exception:
-        """Write this rank's part; return the exception if that fails. Collective."""
+        """Write this rank's part; return the exception if that fails. Collective.
+
+        :raises TimeoutError: if another rank does not send its elements
+        """
         disk = self.place.disk
         rank = self.ranks.rank
-        path = disk.path(f"models/{self.place.model_name(draft, rank)}")
+        name = f"models/{self.place.model_name(draft, rank)}"
+
+        def attempt(operation: Callable[[Path], T]) -> T:
+            return self._repeated(draft, lambda: operation(disk.path(name)))
+
+        path = disk.root / name
         try:
-            return piecewise.write(path, draft.place, rank, source, self.attempt)
-        except Exception as error:  # noqa: BLE001 - rank 0 waits for a result of each rank
+            return piecewise.write(path, draft.place, rank, source, attempt)
+        except TimeoutError:
+            # It is an error of a wait for other ranks: errors of the file system are StoreErrors.
+            raise
+        except (OSError, StoreError, ValueError, FolderUnreachable, Fenced) as error:
+            # Rank 0 waits for a result of each rank.
             disk.discard(path)
-            if isinstance(cause(error), FileNotFoundError):
-                disk.make("models")
             return error
 
     def _flush(self, draft: Round, written: WrittenPart | Exception) -> Shard | Exception | None:
-        """Flush a file to stable storage; return its description, as :meth:`_shard` does."""
-        disk = self.place.disk
+        """Flush a file to stable storage; return its description, as :meth:`_shard` does.
+
+        The file system reports only once that it has lost bytes of a file. After any error, the
+        file is therefore copied, its bytes are compared, and the copy is flushed instead.
+        """
         if isinstance(written, Exception):
-            closed = self.ranks.rank == 0 and self.place.closed_by_others(draft)
-            return None if closed else written
+            return None if isinstance(written, Fenced) else written
+        disk = self.place.disk
+        is_intact = written.is_intact
+        part = written
+
+        def flush() -> Entry:
+            nonlocal is_intact, part
+            if not is_intact:
+                name = f"models/{self.place.model_name(draft, self.ranks.rank)}"
+                part = written._replace(path=disk.root / name)
+            is_intact = False
+            try:
+                path = disk.path(f"models/{part.path.name}")
+                if part.path != written.path:
+                    part = written.copy(path)
+                entry = part.entry()
+                disk.share(path)
+            except BaseException:
+                if part.path != written.path:
+                    disk.discard(part.path)
+                raise
+            return entry
+
+        entry: Entry | None = None
         try:
-            entry = disk.retry(written.entry, "models")
-            disk.share(written.path)
-        except Exception as error:  # noqa: BLE001
+            entry = self._repeated(draft, flush)
+        except Fenced:
+            return None
+        except piecewise.DamagedPart as error:
+            text = f"{error}; this member ends, and the same command joins again"
+            return FolderUnreachable(text)
+        except Exception as error:  # noqa: BLE001 - rank 0 waits for a result of each rank
             return error
+        finally:
+            if entry is None or part.path != written.path:
+                disk.discard(written.path)
         begin, _ = self.own
         return Shard(
             entry.file, entry.bytes, entry.checksum, begin, entry.parameters, written.digest

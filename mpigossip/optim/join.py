@@ -20,7 +20,7 @@ from mpigossip.members.streamed import StreamedExchange
 from mpigossip.optim import arguments, wrappers
 from mpigossip.optim.inner import check
 from mpigossip.optim.member import LoopMember
-from mpigossip.optim.sharded_member import ShardedLoopMember, part_of, streams_of
+from mpigossip.optim.sharded_member import ShardedLoopMember, is_divided, part_of, streams_of
 from mpigossip.runs.members.join import LOOP, job_of
 from mpigossip.runs.members.ranks import SeveralRanks
 from mpigossip.runs.stopper import Stopper, end_of_allocation
@@ -95,7 +95,7 @@ def join(
     job = None
     with world.raise_together(UserError):
         if world.rank == 0:
-            job = _job(disk, inner, chunks, replay)
+            job = _job(disk, inner, chunks, replay, is_divided(world, inner))
     job = world.broadcast(job)
     plan = TrainingPlan(chunks, max(1, min(16, chunks // 64)), lease_s)
     place = Place(disk, plan, report=(lambda line: None) if world.rank else print_note)
@@ -144,13 +144,14 @@ def _check_figures(chunks: int, lease_s: float) -> None:
         raise JobError(f"lease_s = {lease_s!r}: must be a positive number of seconds, such as 600")
 
 
-def _job(disk: RecordStore, model: nn.Module, chunks: int, replay: bool) -> Job:
+def _job(disk: RecordStore, model: nn.Module, chunks: int, replay: bool, divided: bool) -> Job:
     """Return the job that describes the training in the folder; create it, except for a replay.
 
     :param disk: files of the training
     :param model: model of this member
     :param chunks: number of chunks of the whole training
     :param replay: whether recorded chunks are repeated
+    :param divided: whether each rank of this member writes its own part of the model
     :raises JobError: if there is nothing to repeat, or if the training in the folder has another
         model or number of chunks
     """
@@ -162,4 +163,5 @@ def _job(disk: RecordStore, model: nn.Module, chunks: int, replay: bool) -> Job:
     run = {"output": str(disk.root), "name": disk.root.name or "run", "steps": chunks}
     job = load({"run": run, "cadence": {"name": "every", "period": 1}})
     trained = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
-    return job_of(disk.root, job, disk, LOOP, layout([*trained], [*trained.values()]))
+    parameters = layout([*trained], [*trained.values()])
+    return job_of(disk.root, job, disk, LOOP, parameters, divided and not replay)

@@ -18,6 +18,7 @@ from mpigossip.config import Job
 from mpigossip.engine.sharded import fully_sharded, gather_full, local_shard, part_like, reshard
 from mpigossip.members.live import FolderExchange, StopRequested
 from mpigossip.members.outages import FolderUnreachable
+from mpigossip.members.place import TooFarBehind
 from mpigossip.mixing.combine import weighted_sum
 from mpigossip.optim.node import loop_text
 from mpigossip.optim.run_directory import check_names
@@ -154,14 +155,13 @@ class LoopMember:
                         if live.stopping():
                             raise StopRequested
             meta: dict[str, Number] = {"slots": 1, "door": "loop"}
-            states = result(live, self._folder, place.plan.chunks, self._job, meta)
+            self._begin(result(live, self._folder, place.plan.chunks, self._job, meta))
         except StopRequested:
             return
-        except FolderUnreachable as error:
+        except (FolderUnreachable, TooFarBehind) as error:
             # The program then exits with code 75, as if it had been asked to leave.
             place.report(str(error))
             return
-        self._begin(states)
         self.finished = True
 
     def _keep_seed(self) -> None:
@@ -173,6 +173,7 @@ class LoopMember:
         self._put(average(states or [self._seed]))
 
     def _repeat(self) -> Generator[int]:
+        self._live.limit_outages()
         replay_log = ReplayLog(self._live.place, ranks=self._world.size)
         for version in replay_log.repeating(wanted_of(replay_log, None, None)):
             models, peer, progress = replay_log.take_inputs(version)

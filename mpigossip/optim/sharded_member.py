@@ -7,27 +7,29 @@ optimizer's state, a rank needs memory for a few windows.
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from mpigossip.cluster.deadline import WaitTimeoutError, paused
 from mpigossip.cluster.world import World
 from mpigossip.engine.shard_streams import Run, ShardStreams, flat_shard, stored_dtype
 from mpigossip.engine.sharded import empty_shard, fully_sharded, is_sharded, reshard
+from mpigossip.members.outages import FolderUnreachable
 from mpigossip.members.parts import Part
+from mpigossip.members.place import TooFarBehind
 from mpigossip.members.records import Round
 from mpigossip.members.streamed import PeerModel, StreamedExchange
 from mpigossip.mixing.combine import weighted_sum
 from mpigossip.optim.member import LoopMember
-from mpigossip.optim.state import read_optimizer, write_optimizer
+from mpigossip.optim.state import is_sharded_like, read_optimizer, write_optimizer
 from mpigossip.runs.members.member import average
 from mpigossip.runs.members.replay import ReplayLog, wanted_of
 from mpigossip.runs.snapshot_and_restore import put_buffers
@@ -37,16 +39,23 @@ from mpigossip.store.manifest import Entry
 from mpigossip.store.node_state import STATE_PIECES
 from mpigossip.store.piecewise import PIECE, PartSource, StoredModel, Stream
 
+T = TypeVar("T")
+
 FLOAT32 = np.dtype("<f4")
 SMALLEST_PIECE = 1 << 14
 """Smallest number of elements that are read at a time, if many models are averaged."""
 
 
+def is_divided(world: World, model: torch.nn.Module) -> bool:
+    """Return whether a model is sharded among several ranks, each of which writes its own part."""
+    return world.size > 1 and any(is_sharded(p) for p in model.parameters() if p.requires_grad)
+
+
 def streams_of(world: World, model: torch.nn.Module) -> ShardStreams | None:
     """Return the streams of a model that is sharded among several ranks, otherwise None."""
-    trained: list[Any] = [p for p in model.parameters() if p.requires_grad]
-    if world.size == 1 or not any(map(is_sharded, trained)):
+    if not is_divided(world, model):
         return None
+    trained: list[Any] = [p for p in model.parameters() if p.requires_grad]
     dims = [p.placements[0].dim for p in trained]
     return ShardStreams(world, [tuple(p.shape) for p in trained], dims, world.rank)
 
@@ -142,7 +151,7 @@ class ShardedLoopMember(LoopMember):
                 self._seed = self._spill(self._source())
                 self._changed = True
                 return
-            models = [self._seed.open()]
+            models = self._open([self._seed])
         self._changed = True
         try:
             self._load(models)
@@ -152,28 +161,65 @@ class ShardedLoopMember(LoopMember):
 
     def _spill(self, source: PartSource) -> SpilledModel:
         """Write a model to temporary files; collective."""
-        if self._scratch_folder is None:
-            folder = None
-            if self._world.rank == 0:
-                self._scratch = tempfile.TemporaryDirectory(prefix="mpigossip-member-")
-                folder = self._scratch.name
-            self._scratch_folder = Path(self._world.broadcast(folder))
         rank = self._world.rank
+        if self._scratch_folder is None:
+
+            def make() -> str:
+                if rank:
+                    return ""
+                self._scratch = tempfile.TemporaryDirectory(prefix="mpigossip-member-")
+                return self._scratch.name
+
+            self._scratch_folder = Path(self._on_all(make)[0])
         path = self._scratch_folder / manifest.name(self._spills, rank)
-        result: Any = None
-        try:
-            written = piecewise.write(path, self._spills, rank, source)
-            result = written.entry(), written.digest
-        except (OSError, StoreError) as error:
-            result = error
+        folder = self._scratch_folder
+        number = self._spills
         self._spills += 1
-        answers = self._world.broadcast(self._world.gather(result))
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
-        entries, digests = zip(*answers, strict=True)
+
+        def write() -> tuple[Entry, str]:
+            written = piecewise.write(path, number, rank, source)
+            return written.entry(), written.digest
+
+        entries, digests = zip(*self._on_all(write), strict=True)
         step = int(source.numbers["index"])
-        return SpilledModel(self._scratch_folder, entries, digests, rank, step)
+        return SpilledModel(folder, entries, digests, rank, step)
+
+    def _on_all(self, operation: Callable[[], T]) -> list[T]:
+        """Return the results of an operation on all ranks, in rank order; collective.
+
+        :param operation: function that each rank calls; its result can be pickled
+        :raises Exception: on all ranks, if the operation of any rank raises an error about files.
+            A rank that waits for the file system has to announce this by `paused`
+        """
+        result: Any = None
+        error: Exception | None = None
+        try:
+            result = operation()
+        except WaitTimeoutError:
+            raise
+        except (OSError, StoreError, ValueError, FolderUnreachable, TooFarBehind) as raised:
+            error = raised
+        answers = self._world.broadcast(self._world.gather((result, error)))
+        for _, problem in answers:
+            if problem is not None:
+                raise problem
+        return [value for value, _ in answers]
+
+    def _open(self, models: Sequence[SpilledModel]) -> list[StoredModel]:
+        """Open this rank's files of models; collective."""
+        opened: list[StoredModel] = []
+
+        def open_all() -> None:
+            for model in models:
+                opened.append(model.open())
+
+        try:
+            self._on_all(open_all)
+        except BaseException:
+            for model in opened:
+                model.close()
+            raise
+        return opened
 
     # -- rounds -----------------------------------------------------------------------------------
 
@@ -188,13 +234,12 @@ class ShardedLoopMember(LoopMember):
 
     def _repeat(self) -> Generator[int]:
         world = self._world
+        self._live.limit_outages()
         log = ReplayLog(self._live.place, ranks=world.size)
         seed = self._spill(self._source())
         for version in log.repeating(wanted_of(log, None, None)):
             models, late, progress = log.take_models(version)
-            self._begin(
-                [model.open() for model in (models or [seed])[: 1 if late is not None else None]]
-            )
+            self._begin(self._open((models or [seed])[: 1 if late is not None else None]))
             if late is not None:
                 with self._opened(models[1:]) as (peer, then):
                     self._average(PeerModel(peer, then if late else None, late))
@@ -204,16 +249,20 @@ class ShardedLoopMember(LoopMember):
             log.check(version, repeated, self._equal(log.round(version), repeated))
         self.finished = bool(log.end)
         if self.finished:
-            self._begin([log.models[key].open() for key in log.end])
-        if world.rank == 0:
-            self._live.place.report(log.summary())
-        world.barrier()
+            self._begin(self._open([log.models[key] for key in log.end]))
+
+        def summarize() -> None:
+            if world.rank == 0:
+                with paused():
+                    self._live.place.report(log.summary())
+
+        self._on_all(summarize)
         log.models.clear()
 
     @contextmanager
     def _opened(self, models: Sequence[SpilledModel]) -> Iterator[list[StoredModel]]:
         """Return a context manager that opens this rank's files of models."""
-        opened = [model.open() for model in models]
+        opened = self._open(models)
         try:
             yield opened
         finally:
@@ -224,15 +273,15 @@ class ShardedLoopMember(LoopMember):
         """Return whether a repeated model has the digests that its record contains; collective."""
         if len(record.files) > 1:
             return [shard.digest for shard in record.files] == [*model.digests]
+
         # Earlier versions wrote the model of several ranks to one file.
-        equal = None
-        if self._world.rank == 0:
-            whole = model.open(whole=True)
-            try:
-                equal = whole.digest_as_whole() == record.digest
-            finally:
-                whole.close()
-        return bool(self._world.broadcast(equal))
+        def compare() -> bool:
+            if self._world.rank:
+                return False
+            with paused(), closing(model.open(whole=True)) as whole:
+                return whole.digest_as_whole() == record.digest
+
+        return self._on_all(compare)[0]
 
     # -- the model and its files ------------------------------------------------------------------
 
@@ -274,23 +323,28 @@ class ShardedLoopMember(LoopMember):
     def _load(self, models: Sequence[StoredModel]) -> None:
         """Load the average of models, with buffers and the optimizer's state; collective."""
         reshard(fully_sharded(self._model))
-        begun = None
-        if self._world.rank == 0:
+
+        def begin() -> Any:
             mean = average([_small_state(model.small, model.numbers) for model in models])
             names = [model.state_names() for model in models]
             shared = {
                 key: set.intersection(*(of_model.get(key, set()) for of_model in names))
                 for key in names[0]
             }
-            types = {key: models[0].state(key, 0, 1).dtype for key in shared}
-            begun = mean.arrays, mean.numbers, shared, types
-        arrays, numbers, shared, types = self._world.broadcast(begun)
+            types = {
+                key: np.result_type(*(model.state_dtype(key) for model in models)) for key in shared
+            }
+            return mean.arrays, mean.numbers, shared, types
+
+        answers = self._on_all(lambda: None if self._world.rank else self._live.attempt(begin))
+        arrays, numbers, shared, types = answers[0]
         size = max(SMALLEST_PIECE, PIECE // len(models))
         parameters = self._parameters
 
         def scatter(read: Callable[..., np.ndarray], tensors: Sequence[Any], dtype: Any) -> None:
             def mean(begin: int, end: int) -> np.ndarray:
-                return _mean([read(model, begin, end) for model in models])
+                pieces = [read(model, begin, end) for model in models]
+                return _mean([piece.astype(dtype, copy=False) for piece in pieces])
 
             def write(run: Run, values: torch.Tensor) -> None:
                 if tensors[run.parameter] is not None:
@@ -324,7 +378,7 @@ class ShardedLoopMember(LoopMember):
         """Return the tensor of the optimizer's state for a parameter; create it if necessary."""
         parameter = self._trained[name]
         present = self._optimizer.state.get(parameter, {}).get(key)
-        if is_sharded(present) and present.shape == parameter.shape:
+        if is_sharded_like(present, parameter):
             return present
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
         return empty_shard(parameter, parameter.dtype if kind.is_floating_point else kind)
@@ -360,21 +414,27 @@ class ShardedLoopMember(LoopMember):
         dtype: np.dtype,
         size: int,
     ) -> None:
-        """Scatter this rank's range; if a rank can't read it, raise its error on all ranks."""
+        """Scatter this rank's range; if a rank can't read it, raise its error on all ranks.
+
+        Elements of windows that not all ranks could read are not written.
+        """
         problems: list[Exception] = []
 
-        def read_or_skip(begin: int, end: int) -> np.ndarray:
-            if not problems:
-                try:
-                    return self._live.attempt(lambda: read(begin, end))
-                except Exception as error:  # noqa: BLE001 - raised on all ranks below
-                    problems.append(error)
-            return np.zeros(end - begin, dtype)
+        def read_if_possible(begin: int, end: int) -> np.ndarray | None:
+            try:
+                return self._live.attempt(lambda: read(begin, end))
+            except (OSError, StoreError, ValueError, FolderUnreachable) as error:
+                problems.append(error)
+                return None
 
-        self._streams.scatter(read_or_skip, write, dtype, size)
-        answers = self._world.broadcast(self._world.gather(problems[:1]))
-        for problem in itertools.chain.from_iterable(answers):
-            raise problem
+        if self._streams.scatter(read_if_possible, write, dtype, size):
+            return
+
+        def fail() -> None:
+            for problem in problems:
+                raise problem
+
+        self._on_all(fail)
 
 
 def _small_state(arrays: dict[str, np.ndarray], numbers: dict[str, Number]) -> NodeState:

@@ -62,7 +62,7 @@ def write_optimizer(
     parameters = dict(model.named_parameters()) if shards is not None else {}
     for k, values in state["state"].items():
         name = flat[k]
-        sharded = {key for key, v in values.items() if _is_sharded_like(v, parameters.get(name))}
+        sharded = {key for key, v in values.items() if is_sharded_like(v, parameters.get(name))}
         # An empty tensor stands for a shard, so that the text is the same as for a full tensor.
         full = {
             key: torch.empty(0, dtype=value.dtype) if key in sharded else gather_full(value)
@@ -78,7 +78,7 @@ def write_optimizer(
     return json.dumps({"optimizer": optimizer_name(optimizer), "groups": saved, "state": states})
 
 
-def _is_sharded_like(value: Any, parameter: Any) -> bool:
+def is_sharded_like(value: Any, parameter: Any) -> bool:
     """Return whether a tensor of an optimizer's state is sharded like its parameter."""
     return (
         is_sharded(parameter)

@@ -101,8 +101,8 @@ def write_state(path: Path, node: int, state: NodeState) -> Entry:
     numbers = json.dumps(state.numbers, default=lambda v: v.item())
     names = [*stored, "arrays", "layout", "numbers"]
     objects = {path for name in names for path in accumulate(name.split("/"), "{}/{}".format)}
-    _check_count(path, len(objects), "groups and arrays", guard.OBJECTS)
-    _check_count(path, len(numbers), "bytes of counters and texts", guard.TEXT)
+    check_count(path, len(objects), "groups and arrays", guard.OBJECTS)
+    check_count(path, len(numbers), "bytes of counters and texts", guard.TEXT)
     with writing(path):
         large = []
         with create(path, **direct.LAYOUT) as file:
@@ -124,11 +124,11 @@ def write_state(path: Path, node: int, state: NodeState) -> Entry:
         checksum = direct.fill(path, large)
     size = path.stat().st_size
     # The limit of readers depends on the size of the file, which is known only now.
-    _check_count(path, len(objects), "groups and arrays", guard.max_objects(size))
+    check_count(path, len(objects), "groups and arrays", guard.max_objects(size))
     return Entry(node, path.name, size, checksum, flat.size)
 
 
-def _check_count(path: Path, count: int, what: str, limit: int) -> None:
+def check_count(path: Path, count: int, what: str, limit: int) -> None:
     """Check that readers accept the number of objects or bytes of text in a file.
 
     :param path: path of the file

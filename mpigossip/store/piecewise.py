@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,17 +20,20 @@ from functools import partial
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import h5py
 import numpy as np
 
 from mpigossip.store import StoreError, direct, guard, node_state
 from mpigossip.store import manifest as manifests
-from mpigossip.store.hdf5 import create, reading, sync, write_text, writing
+from mpigossip.store.checkpoint import check_count
+from mpigossip.store.hdf5 import create, new, reading, sync, write_text, writing
 from mpigossip.store.manifest import FORMAT, Entry, Number
 from mpigossip.store.node_file import node_file
 from mpigossip.store.node_state import STATE_PIECES, state_keys
+
+T = TypeVar("T")
 
 PIECE = 1 << 19
 """Number of elements that are written or read at a time."""
@@ -68,6 +72,21 @@ class PartSource(NamedTuple):
         return large + sum(array.nbytes for array in self.arrays.values())
 
 
+class Span(NamedTuple):
+    """Consecutive bytes of a file, as they were written."""
+
+    begin: int
+    """Offset of the first byte."""
+    end: int
+    """Offset after the last byte."""
+    checksum: int
+    """CRC-32 of the bytes."""
+
+
+class DamagedPart(StoreError):
+    """Error of a file whose bytes are not the bytes that were written to it."""
+
+
 class WrittenPart(NamedTuple):
     """File that was written, but is not on stable storage yet."""
 
@@ -77,17 +96,64 @@ class WrittenPart(NamedTuple):
     """Number of elements of the part."""
     digest: str
     """SHA-256 of the arrays and their names, as `mpigossip.members.live.digest` computes it."""
+    spans: tuple[Span, ...]
+    """All bytes of the file, in the order of their offsets."""
+    is_intact: bool
+    """True if no operation has failed. Otherwise, the file system may have lost bytes, and reports
+    this only once: only a :meth:`copy` may be used, because a second fsync would succeed."""
 
     def entry(self) -> Entry:
-        """Flush the file to stable storage; return its entry.
+        """Flush the file to stable storage, and compare its bytes; return its entry.
 
-        :raises OSError: if that fails
+        If this fails, only a :meth:`copy` may be flushed again.
+
+        :raises OSError: if the file can't be flushed or read
+        :raises DamagedPart: if its bytes are not the bytes that were written
         """
         sync(self.path)
-        size = self.path.stat().st_size
         with self.path.open("rb") as file:
-            checksum = f"{direct.crc(file.fileno(), 0, size):08x}"
-        return Entry(self.node, self.path.name, size, checksum, self.parameters)
+            descriptor = file.fileno()
+            size = os.fstat(descriptor).st_size
+            if size != self.spans[-1].end:
+                raise DamagedPart(
+                    f"{self.path} has {size} bytes, but {self.spans[-1].end} were written to it"
+                )
+            value = 0
+            for span in self.spans:
+                if direct.crc(descriptor, span.begin, span.end) != span.checksum:
+                    raise self._damaged(span)
+                value = direct.crc(descriptor, span.begin, span.end, value)
+        return Entry(self.node, self.path.name, size, f"{value:08x}", self.parameters)
+
+    def copy(self, path: Path) -> WrittenPart:
+        """Copy the file to a new one, and compare all bytes; return the new file.
+
+        :param path: file to write
+        :raises OSError: if reading or writing fails
+        :raises DamagedPart: if the bytes of this file are not the bytes that were written
+        """
+        block = memoryview(bytearray(1 << 22))
+        with self.path.open("rb") as source, os.fdopen(new(path), "wb") as target:
+            for span in self.spans:
+                value = 0
+                position = span.begin
+                while position < span.end:
+                    room = block[: span.end - position]
+                    count = os.preadv(source.fileno(), [room], position)
+                    if not count:
+                        raise self._damaged(span)
+                    value = zlib.crc32(room[:count], value)
+                    _write_all(target.fileno(), room[:count], position)
+                    position += count
+                if value != span.checksum:
+                    raise self._damaged(span)
+        return self._replace(path=path, is_intact=True)
+
+    def _damaged(self, span: Span) -> DamagedPart:
+        return DamagedPart(
+            f"{self.path} is damaged: its bytes {span.begin} to {span.end - 1} are not the bytes "
+            "that were written"
+        )
 
 
 def write(
@@ -95,23 +161,39 @@ def write(
     node: int,
     slot: int,
     source: PartSource,
-    attempt: Callable[[Callable[[], Any]], Any] = lambda operation: operation(),
+    attempt: Callable[[Callable[[Path], Any]], Any] | None = None,
 ) -> WrittenPart:
     """Write a part of a model.
 
-    All pieces are iterated over even if writing fails, because the iteration may be collective.
+    All pieces are iterated over even if writing fails, because the iteration may be collective. An
+    error of the iteration itself is raised at once.
 
     :param path: file to write
     :param node: index of the node, or number of the place
     :param slot: index of the slot or rank
     :param source: part to write
-    :param attempt: function that calls an operation of the file system, and may repeat it
+    :param attempt: function that calls an operation of the file system with the path, and may
+        repeat it; None: each operation is called once
     :raises StoreError: if writing fails
     """
     problem: Exception | None = None
+    is_intact = True
+
+    def run(operation: Callable[[Path], T]) -> T:
+        def watched(path: Path) -> T:
+            nonlocal is_intact
+            try:
+                return operation(path)
+            except Exception:
+                is_intact = False
+                raise
+
+        return watched(path) if attempt is None else attempt(watched)
+
     offsets: dict[str, int | None] = {}
+    spans: list[Span] = []
     try:
-        offsets = attempt(lambda: _create(path, node, slot, source))
+        offsets, spans = run(partial(_create, node=node, slot=slot, source=source))
     except Exception as error:  # noqa: BLE001 - raised when all pieces were iterated over
         problem = error
     sha = hashlib.sha256()
@@ -123,27 +205,48 @@ def write(
             continue
         stream = source.streams[name]
         position = 0
+        checksum = 0
         for piece in stream.pieces():
-            if problem is not None:
+            if problem is not None or not len(piece):
                 continue
             data = np.ascontiguousarray(piece, stream.dtype)
             sha.update(data.data)
+            content = data.reshape(-1).view(np.uint8).data
+            checksum = zlib.crc32(content, checksum)
             offset = offsets[name]
             try:
                 if offset is None:
                     raise ValueError(f"{path} has no space for {name}")
-                attempt(partial(_put, path, offset + position, data))
+                run(partial(_put, offset=offset + position, data=content))
             except Exception as error:  # noqa: BLE001
                 problem = error
             position += data.nbytes
+        expected = source.length * stream.dtype.itemsize
+        if problem is None and position != expected:
+            problem = ValueError(f"{name} has {position} bytes, but the part needs {expected}")
+        if position and problem is None:
+            begin = offsets[name] or 0
+            spans.append(Span(begin, begin + position, checksum))
     if problem is not None:
         raise problem
-    return WrittenPart(path, node, source.length, sha.hexdigest())
+    return WrittenPart(path, node, source.length, sha.hexdigest(), tuple(sorted(spans)), is_intact)
 
 
-def _create(path: Path, node: int, slot: int, source: PartSource) -> dict[str, int | None]:
-    """Create a file with all small arrays; return the offset of each large one."""
+def _create(
+    path: Path, node: int, slot: int, source: PartSource
+) -> tuple[dict[str, int | None], list[Span]]:
+    """Create a file with all small arrays.
+
+    :return: the offset of each large array; and the bytes between the large arrays
+    """
     datasets: dict[str, h5py.Dataset] = {}
+    numbers = json.dumps(source.numbers, default=lambda value: value.item())
+    arrays = [f"arrays/{name}" for name in source.arrays]
+    names = [*arrays, *source.streams, "arrays", "pieces", "layout", "numbers"]
+    objects = {path for name in names for path in accumulate(name.split("/"), "{}/{}".format)}
+    limit = guard.max_objects(source.nbytes)
+    check_count(path, len(objects), "groups and arrays", limit)
+    check_count(path, len(numbers), "bytes of counters and texts", guard.TEXT)
     with writing(path), create(path, **direct.LAYOUT) as file:
         file.attrs["format"] = np.bytes_(FORMAT)
         file.attrs["node"] = node
@@ -156,22 +259,35 @@ def _create(path: Path, node: int, slot: int, source: PartSource) -> dict[str, i
             datasets[name] = direct.allocate(file, name, (source.length,), stream.dtype)
         table = node_state.table(source.names, source.shapes)
         file.create_dataset("layout", data=table)
-        numbers = json.dumps(source.numbers, default=lambda value: value.item())
         write_text(file, "numbers", numbers)
-        return {name: dataset.id.get_offset() for name, dataset in datasets.items()}
+        offsets = {name: dataset.id.get_offset() for name, dataset in datasets.items()}
+        sizes = {name: dataset.nbytes for name, dataset in datasets.items()}
+    spans = []
+    position = 0
+    with writing(path), path.open("rb") as written:
+        large = sorted((offsets[name] or 0, size) for name, size in sizes.items() if size)
+        end = max([os.fstat(written.fileno()).st_size, *(sum(span) for span in large)])
+        for offset, size in (*large, (end, 0)):
+            checksum = direct.crc(written.fileno(), position, offset)
+            spans.append(Span(position, offset, checksum))
+            position = offset + size
+    return offsets, spans
 
 
-def _put(path: Path, offset: int, data: np.ndarray) -> None:
+def _put(path: Path, offset: int, data: memoryview) -> None:
     """Write bytes to an existing file; it is opened again, because it may be repeated later."""
     with writing(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            view = data.reshape(-1).view(np.uint8).data
-            done = 0
-            while done < len(view):
-                done += os.pwrite(descriptor, view[done:], offset + done)
+            _write_all(descriptor, data, offset)
         finally:
             os.close(descriptor)
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
 
 
 class StoredModel:
@@ -192,6 +308,7 @@ class StoredModel:
         :raises StoreError: if a file is missing or damaged
         """
         self._folder = folder
+        self._is_whole = [entry.parameters for entry, _ in files] == [length]
         self.names: tuple[str, ...] = ()
         """Names of the parameters of the model."""
         self.shapes: tuple[tuple[int, ...], ...] = ()
@@ -224,19 +341,24 @@ class StoredModel:
             self._begins = [*accumulate(map(prod, shapes), initial=0)]
         self._files.append(objects)
 
+    @property
+    def count(self) -> int:
+        """Number of open files."""
+        return len(self._files)
+
     def close(self) -> None:
         """Close the files."""
         self._stack.close()
 
-    def check(self, digests: Sequence[str]) -> None:
-        """Read all open files, and compare the digests of their arrays.
+    def check(self, index: int, digest: str) -> None:
+        """Read an open file, and compare the digest of its arrays.
 
-        :param digests: SHA-256 of the arrays of each file
-        :raises StoreError: if a digest differs, or if an array has NaN or infinite values
+        :param index: index of the file among the open ones
+        :param digest: SHA-256 of the arrays of the file
+        :raises StoreError: if the digest differs, or if an array has NaN or infinite values
         """
-        for index, expected in enumerate(digests):
-            if self.digest(index) != expected:
-                raise StoreError("its digest differs from the digest in the record of its round")
+        if self.digest(index) != digest:
+            raise StoreError("its digest differs from the digest in the record of its round")
 
     def digest(self, index: int) -> str:
         """Return the SHA-256 of the arrays of a file, read piece by piece.
@@ -260,14 +382,13 @@ class StoredModel:
         return sha.hexdigest()
 
     def _read(self, index: int, dataset: h5py.Dataset) -> Iterator[np.ndarray]:
-        """Iterate over consecutive pieces of a dataset, along its first dimension."""
+        """Iterate over consecutive pieces of a dataset in row-major order."""
         with reading(self._paths[index]):
             if not dataset.shape:
                 yield dataset[()]
                 return
-            rows = max(1, PIECE // max(1, prod(dataset.shape[1:])))
-            for start in range(0, dataset.shape[0], rows):
-                yield dataset[start : start + rows]
+            for start in range(0, dataset.size, PIECE):
+                yield _elements(dataset, start, min(start + PIECE, dataset.size))
 
     @property
     def small(self) -> dict[str, np.ndarray]:
@@ -291,8 +412,11 @@ class StoredModel:
         for name, key in state_keys(self.numbers):
             path = f"torch/{name}/{key}"
             item = self._files[0].get(f"arrays/{path}")
-            # Other arrays, such as the number of steps, are small.
-            is_whole = isinstance(item, h5py.Dataset) and item.shape == shapes.get(name)
+            # Other arrays, such as the number of steps, are small. So is an array of a part's file:
+            # its tensor was not sharded like its parameter, and only the first file has it.
+            is_whole = (
+                self._is_whole and isinstance(item, h5py.Dataset) and item.shape == shapes.get(name)
+            )
             is_piece = item is None and f"{STATE_PIECES}{key}" in self._files[0]
             if is_whole or is_piece:
                 keys.setdefault(key, {})[name] = path
@@ -301,6 +425,18 @@ class StoredModel:
     def state_names(self) -> dict[str, set[str]]:
         """Return, for each key of the optimizer's state, the parameters that have such an array."""
         return {key: set(paths) for key, paths in self._large().items()}
+
+    def state_dtype(self, key: str) -> np.dtype:
+        """Return the type of the elements of the optimizer's state of all parameters.
+
+        :param key: key of the state, such as "exp_avg", of :meth:`state_names`
+        """
+        objects = self._files[0]
+        if (pieces := f"{STATE_PIECES}{key}") in objects:
+            return objects[pieces].dtype
+        return np.result_type(
+            *(objects[f"arrays/{path}"].dtype for path in self._large()[key].values())
+        )
 
     def parameters(self, begin: int, end: int) -> np.ndarray:
         """Return a range of elements of the flat parameters.
@@ -351,6 +487,8 @@ class StoredModel:
                 f"{self._folder}: the files of a model do not contain its elements {position} to "
                 f"{end - 1}; copy all files of the model back, or remove them"
             )
+        if not parts:
+            return np.zeros(0, guard.dataset(self._files[0], name).dtype)
         return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
     def digest_as_whole(self) -> str:
@@ -378,14 +516,32 @@ class StoredModel:
         return sha.hexdigest()
 
 
-def _elements(dataset: h5py.Dataset, begin: int, end: int) -> np.ndarray:
-    """Return a range of the elements of a dataset in row-major order, reading only these rows."""
-    if dataset.ndim < 2:
-        return dataset[begin:end].reshape(-1)
-    width = prod(dataset.shape[1:])
-    first = begin // width
-    rows = dataset[first : -(-end // width)].reshape(-1)
-    return rows[begin - first * width : end - first * width]
+def _elements(
+    dataset: h5py.Dataset, begin: int, end: int, prefix: tuple[int, ...] = ()
+) -> np.ndarray:
+    """Return a range of the elements of a dataset in row-major order, reading only these.
+
+    :param dataset: dataset with at least one dimension
+    :param begin: index of the first element
+    :param end: index after the last element
+    :param prefix: first indices of the part of the dataset in which elements are counted
+    """
+    shape = dataset.shape[len(prefix) :]
+    if len(shape) == 1 or begin >= end:
+        return dataset[(*prefix, slice(begin, end))].reshape(-1)
+    width = prod(shape[1:])
+    low, high = -(-begin // width), end // width
+    if low > high:
+        return _elements(dataset, begin - high * width, end - high * width, (*prefix, high))
+    parts = []
+    if begin < low * width:
+        first = begin - (low - 1) * width
+        parts.append(_elements(dataset, first, width, (*prefix, low - 1)))
+    if low < high:
+        parts.append(dataset[(*prefix, slice(low, high))].reshape(-1))
+    if high * width < end:
+        parts.append(_elements(dataset, 0, end - high * width, (*prefix, high)))
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def source_of(
@@ -406,7 +562,7 @@ def source_of(
     streams = {"parameters": Stream(np.dtype("<f4"), lambda: pieces(model.parameters))}
     for key in model.state_names():
         read = partial(model.state, key)
-        dtype = model.state(key, begin, min(begin + 1, end)).dtype
-        streams[f"{STATE_PIECES}{key}"] = Stream(dtype, partial(pieces, read))
+        stream = Stream(model.state_dtype(key), partial(pieces, read))
+        streams[f"{STATE_PIECES}{key}"] = stream
     arrays = {} if begin else model.small
     return PartSource(model.names, model.shapes, end - begin, arrays, {**numbers}, streams)

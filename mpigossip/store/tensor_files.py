@@ -93,11 +93,11 @@ def write(
 ) -> list[Path]:
     """Write a model as one file or, if it is larger than ``most``, as several files with an index.
 
-    Each file is written under a temporary name first. If there are several, the index and files of
-    an earlier export with their names are removed when all are written, then the new files get
-    their names, and the index is the last. A reader therefore never finds files of two exports
-    under these names, even if the export is interrupted. Afterwards, other files of an earlier
-    export with the same name are removed.
+    Each file is written under a temporary name first. If there are several, the index and all files
+    of an earlier export of the same name are removed when all are written, then the new files get
+    their names, and the index is the last. A reader therefore never finds files of two exports,
+    even if the export is interrupted. A single file replaces the earlier one first; then other
+    files of an earlier export are removed.
 
     :param out: path that ends in ".safetensors". The names of several files are made from it
     :param tensors: tensors to write
@@ -139,7 +139,7 @@ def write(
         for path, group in zip(paths, groups, strict=True):
             write_file(stack.enter_context(replacing(path)), group, metadata)
         if not single:
-            for path in (index, *paths):
+            for path in (index, *outdated, *paths):
                 path.unlink(missing_ok=True)
     if single:
         index.unlink(missing_ok=True)

@@ -1,5 +1,7 @@
 """Map between the shards of FSDP2 and the consecutive ranges of the ranks' files."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
 import numpy as np
@@ -74,3 +76,59 @@ def test_gather_and_scatter_of_one_rank():
     read = np.arange(total, dtype="f4")
     streams.scatter(lambda begin, end: read[begin:end], write, np.dtype("f4"), 11)
     assert all(torch.equal(*pair) for pair in zip(targets, shards, strict=True))
+
+
+class ThreadComm:
+    """Communicator of ranks that are threads."""
+
+    def __init__(self, rank, slots, barrier):
+        self.rank, self.slots, self.barrier = rank, slots, barrier
+
+    def Ialltoallv(self, send, receive):  # noqa: N802 - as in mpi4py
+        data, counts = send
+        target, expected = receive
+        self.slots[self.rank] = np.split(data, np.cumsum(counts)[:-1])
+        self.barrier.wait(20)
+        parts = [parts[self.rank] for parts in self.slots]
+        assert [len(part) for part in parts] == expected
+        target[:] = np.concatenate(parts)
+        self.barrier.wait(20)
+        return self
+
+    def Test(self):  # noqa: N802
+        return True
+
+
+@pytest.mark.parametrize("broken", [None, 0, 1, 2])
+def test_no_rank_writes_elements_of_a_window_that_a_rank_could_not_read(broken):
+    size = 3
+    total = sum(map(prod, SHAPES))
+    slots, barrier = [None] * size, threading.Barrier(size)
+
+    def work(rank):
+        streams = ShardStreams(Ranks(size), SHAPES, DIMS, rank)
+        streams._comm = ThreadComm(rank, slots, barrier)
+        streams._world.timeout_s = 20.0
+        targets = [torch.full_like(shard.float(), -1.0) for shard in shards_of(rank, size)]
+
+        def read(begin, end):
+            if rank == broken and begin >= streams.own[0] + 11:
+                return None
+            return np.arange(begin, end, dtype="f4")
+
+        def write(run, values):
+            targets[run.parameter][run.local : run.local + run.length] = values
+
+        return streams.scatter(read, write, np.dtype("f4"), 11), targets
+
+    with ThreadPoolExecutor(size) as pool:
+        results = [*pool.map(work, range(size))]
+    assert [complete for complete, _ in results] == [broken is None] * size
+    written = 0
+    for rank, (_, targets) in enumerate(results):
+        for target, shard in zip(targets, shards_of(rank, size), strict=True):
+            new = target != -1
+            assert torch.equal(target[new], shard[new].float())
+            written += int(new.sum())
+    # The first window has 11 elements of each rank's range.
+    assert written == (total if broken is None else size * 11)

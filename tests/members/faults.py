@@ -23,7 +23,7 @@ ERRORS = (
     errno.ESTALE,
     errno.ENOENT,
 )
-OPERATIONS = ("open", "read", "list", "link", "unlink", "fsync")
+OPERATIONS = ("open", "read", "list", "link", "unlink", "fsync", "write")
 OUTAGE = (errno.ENOTCONN, errno.EIO, errno.ESTALE)
 """Errors of all operations at once."""
 IN_LEASES = (0.0, 0.5, 3.0)
@@ -109,12 +109,14 @@ def _wrap(function, operation):
     return wrapped
 
 
-def _wrap_fsync(function):
-    def wrapped(descriptor):
+def _wrap_descriptor(function, operation):
+    """Return a function of `os` for a descriptor that may fail, as :func:`_wrap` does."""
+
+    def wrapped(descriptor, *more):
         faults = getattr(here, "faults", None)
         if faults is not None:
-            faults.check("fsync", getattr(here, "path", ""))
-        return function(descriptor)
+            faults.check(operation, getattr(here, "path", ""))
+        return function(descriptor, *more)
 
     return wrapped
 
@@ -130,7 +132,9 @@ def injected() -> Iterator[None]:
             ("listdir", "list"),
         ):
             stack.enter_context(mock.patch.object(os, name, _wrap(getattr(os, name), operation)))
-        stack.enter_context(mock.patch.object(os, "fsync", _wrap_fsync(os.fsync)))
+        for name, operation in (("fsync", "fsync"), ("pwrite", "write"), ("preadv", "read")):
+            wrapped = _wrap_descriptor(getattr(os, name), operation)
+            stack.enter_context(mock.patch.object(os, name, wrapped))
         stack.enter_context(mock.patch.object(io, "open", _wrap(io.open, "open")))
         reads = _wrap(open, "read")
         stack.enter_context(mock.patch.object(records, "open", reads, create=True))

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,12 @@ from mpigossip.members.outages import FolderUnreachable
 from mpigossip.members.parts import Part
 from mpigossip.members.place import FOLDERS, Place, TrainingPlan
 from mpigossip.members.records import RecordStore
+from mpigossip.members.streamed import StreamedExchange
 from mpigossip.runs.members.ranks import COUNTERS, Outcome
 from mpigossip.runs.members.replay import ReplayLog, repeat
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
+from mpigossip.store.piecewise import PartSource, StoredModel, Stream
 from tests.members.faults import Faults, here, injected
 
 
@@ -122,11 +125,13 @@ class Tiny:
                 step = np.sin(np.float32(chunk) + np.arange(4, dtype=np.float32))
                 self.x = self.x + step.astype(np.float32)[self.own] / np.float32(1 + work[1])
             self.index += 1
-            saved = state(self.x.copy(), self.index)
-            if self.part:
-                saved = replace(saved, shapes=((4,),), slot=self.part.rank)
-            exchange.send(saved)
+            exchange.send(self.saved())
             self.meet(exchange)
+
+    def saved(self):
+        """Return the present model, to be published."""
+        saved = state(self.x.copy(), self.index)
+        return replace(saved, shapes=((4,),), slot=self.part.rank) if self.part else saved
 
 
 class ThreadRanks(OneRank):
@@ -174,11 +179,69 @@ class ThreadRanks(OneRank):
             self.put("decision", rank, command)
         return [read(command), *(self.get("answer", rank) for rank in others)]
 
+    def together(self, values: list) -> list:
+        """Return the values of all ranks, in rank order; collective."""
+        if self.rank:
+            self.put("values", self.rank, values)
+            return self.get("together", self.rank)
+        others = range(1, self.part.ranks)
+        values = [*values, *(value for rank in others for value in self.get("values", rank))]
+        for rank in others:
+            self.put("together", rank, values)
+        return values
+
     def collect(self, value):
         if self.rank:
             self.put("shard", self.rank, value)
             return []
         return [value, *(self.get("shard", rank) for rank in range(1, self.part.ranks))]
+
+
+class StreamedTiny(Tiny):
+    """Member like `Tiny` whose ranks write and read their elements in files, as FSDP2 does."""
+
+    def __init__(self, sleep, exchange: StreamedExchange):
+        super().__init__(sleep, exchange.ranks.part)
+        self.exchange = exchange
+
+    def read(self, exchange, models: list[StoredModel]) -> list[np.ndarray]:
+        """Return the elements of this rank; collective. All ranks raise the error of any rank."""
+        results, errors = [], []
+        try:
+            for model in models:
+                read = partial(model.parameters, self.own.start, self.own.stop)
+                results.append(exchange.attempt(read))
+        except (OSError, StoreError, FolderUnreachable) as error:
+            errors.append(error)
+        for error in exchange.ranks.together(errors):
+            raise error
+        return results
+
+    def begin(self, models) -> None:
+        with contextlib.ExitStack() as stack:
+            for model in models:
+                stack.callback(model.close)
+            super().begin([state(x, 0) for x in self.read(self.exchange, models)])
+
+    def meet(self, exchange) -> None:
+        peer = exchange.receive()
+        if peer is None:
+            return
+        try:
+            models = [peer.peer] if peer.then is None else [peer.peer, peer.then]
+            other, *then = self.read(exchange, models)
+        finally:
+            peer.close()
+        if then:
+            other = self.x + (other - then[0]) / np.float32(1 + peer.late)
+        half = np.float32(0.5)
+        self.x = half * self.x + half * other
+
+    def saved(self):
+        x = self.x.copy()
+        pieces = Stream(x.dtype, lambda: iter([x[:1], x[1:]]))
+        numbers = {"index": self.index, "local_steps": self.index}
+        return PartSource(("x",), ((4,),), len(x), {}, numbers, {"parameters": pieces})
 
 
 def member_of_ranks(disks: list[Bad], plan: TrainingPlan, **how) -> str:
@@ -190,7 +253,7 @@ def member_of_ranks(disks: list[Bad], plan: TrainingPlan, **how) -> str:
         disk.dead = dead
     queues: dict = defaultdict(queue.SimpleQueue)
     for rank in range(1, count):  # not in several threads
-        for name in ("decision", "answer", "shard"):
+        for name in ("decision", "answer", "shard", "values", "together"):
             queues[name, rank]
     ends: dict[int, str] = {}
 
@@ -216,6 +279,7 @@ def member(
     sleep=lambda: None,
     clock=0.0,
     ranks: OneRank | None = None,
+    streamed: bool = False,
 ) -> str:
     """Run a member; return "end", "killed", "left", "queued", "failed" or "traceback"."""
     place = Place(
@@ -225,10 +289,10 @@ def member(
         chance=disk.chance,
         report=lambda line: None,
     )
-    live = FolderExchange(place, stop, 0.01, ranks)
+    live = (StreamedExchange if streamed else FolderExchange)(place, stop, 0.01, ranks)
     try:
         while not live.ended():
-            tiny = Tiny(sleep, live.ranks.part)
+            tiny = StreamedTiny(sleep, live) if streamed else Tiny(sleep, live.ranks.part)
             with live.stay():
                 tiny.begin(live.begin({}))
                 tiny.train(live)
@@ -284,6 +348,7 @@ def storm(
     longest=1,
     ranks=1,
     mounts=(),
+    streamed=False,
     **ills,
 ):
     """Run members that join, leave, are killed and return, until the training has ended.
@@ -291,6 +356,8 @@ def storm(
     ``slow``: fraction of rounds that take longer than the lease. ``rate``: fraction of operations
     that begin a fault, see `Faults`. ``longest``: largest number of chunks in a round; if it is
     greater than 1, members have different speeds. ``ranks``: number of ranks of each member.
+    ``streamed``: whether each rank writes and reads its elements piece by piece. With ``rate``,
+    faults then affect all ranks.
     ``mounts``: other paths of the same folder, which members use in turn; default: ``root``.
 
     Return how the members ended, and how often each operation failed.
@@ -310,16 +377,20 @@ def storm(
             disks = [Bad(root, draw, kill_at=kill, faults=faults, **ills)]
             for _ in range(1, ranks):  # ranks that only read and write models
                 kill = draw.randint(5, 60) if draw.random() < 0.3 else 1 << 60
-                disks.append(Bad(root, random.Random(draw.random()), kill_at=kill, **ills))
+                faults = Faults(draw.random(), lease_s, rate) if rate and streamed else None
+                more = random.Random(draw.random())
+                disks.append(Bad(root, more, kill_at=kill, faults=faults, **ills))
             how = (member_of_ranks if ranks > 1 else member_of_one)(
                 disks,
                 plan,
                 stop=lambda: draw.random() < 0.02,
                 sleep=lambda: time.sleep(draw.random() * 0.01 * speed + (draw.random() < slow)),
                 clock=draw.uniform(-600, 600),
+                streamed=streamed,
             )
             ends[how] += 1
-            ends.update(faults.counts if faults else {})
+            for disk in disks:
+                ends.update(disk.faults.counts if disk.faults else {})
             if how == "end" or ends["failed"] > 500:  # no model is left that can be read
                 done.set()
 

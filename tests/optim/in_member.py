@@ -1,9 +1,10 @@
 """Program that is a member: of several ranks, with DDP or FSDP2, or of one process.
 
-python -m tests.optim.in_member FOLDER ddp|fsdp|plain [replay] [CHUNKS]
+python -m tests.optim.in_member FOLDER ddp|fsdp|plain [replay] [vanish] [CHUNKS]
 python -m tests.optim.in_member FOLDER large
 """
 
+import errno
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 import mpigossip
+from mpigossip.store import StoreError
+from mpigossip.store.piecewise import StoredModel
 
 CHUNKS = 60
 
@@ -64,6 +67,20 @@ def train_large(folder, world):
     sys.stdout.flush()
 
 
+def vanish_once():
+    """Let the fifth read of a model fail, because another member has removed its file."""
+    read = StoredModel.parameters
+    calls = []
+
+    def parameters(self, begin, end):
+        calls.append(begin)
+        if len(calls) == 5:
+            raise StoreError("it was removed") from OSError(errno.ESTALE, "stale file handle")
+        return read(self, begin, end)
+
+    StoredModel.parameters = parameters
+
+
 def train(folder, kind, world, replay, chunks):
     torch.manual_seed(0)
     # The 7 rows of a matrix can't be divided equally among 2 ranks.
@@ -100,6 +117,8 @@ def main(folder, kind, *more):
         if kind == "large":
             train_large(folder, world)
             return
+        if "vanish" in more and world.rank == 1:
+            vanish_once()
         train(folder, kind, world, replay, chunks)
 
 

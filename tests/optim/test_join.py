@@ -194,6 +194,23 @@ def test_other_models_and_folders_are_rejected(tmp_path, capsys):
     assert printed.count("loop.toml") == 2, printed
 
 
+def test_models_in_several_files_need_a_folder_that_earlier_versions_reject(tmp_path):
+    folder = tmp_path / "run"
+    train(folder, *parts(), most=1)
+    loop = folder / "loop.toml"
+    text = loop.read_text()
+    assert text.startswith("# mpigossip members 3, ")  # earlier versions expect members 2
+    loop.write_text(text.replace("members 3", "members 2", 1))
+    train(folder, *parts(), most=1)
+    disk, model = RecordStore(folder), parts()[0]
+    assert joining._job(disk, model, CHUNKS, False, divided=False)
+    assert joining._job(disk, model, CHUNKS, True, divided=True)
+    with pytest.raises(JobError, match="by a program with an earlier version of mpigossip"):
+        joining._job(disk, model, CHUNKS, False, divided=True)
+    loop.write_text(text)
+    assert joining._job(disk, model, CHUNKS, False, divided=True)
+
+
 def test_a_program_repeats_its_training(tmp_path, capsys):
     folder = tmp_path / "run"
     assert not train(folder, *parts(0), most=5)

@@ -59,6 +59,18 @@ def test_a_killed_rank_ends_its_member_and_members_of_4_and_1_ranks_go_on(tmp_pa
     assert sums(late) == results[:1] * 3
 
 
+def test_a_member_joins_again_if_a_model_vanishes_while_it_is_averaged(tmp_path):
+    """One rank can't read a file that another member has removed; no rank keeps zeros."""
+    folder = tmp_path / "run"
+    launches = [Launch(2, program(folder, "fsdp", *more)) for more in (("vanish",), ())]
+    done = [one.finish(150) for one in launches]
+    results = [value for one in done for value in sums(one)]
+    assert len(results) == 4 and len(set(results)) == 1
+    assert "it was removed; joining again" in done[0].stderr
+    once = chunks_of(folder, TrainingPlan(in_member.CHUNKS, 1, 20.0))
+    assert once == dict.fromkeys(range(in_member.CHUNKS), 1)
+
+
 def test_ranks_of_a_sharded_member_never_hold_the_whole_model(tmp_path):
     launches = [Launch(2, program(tmp_path / "run", "large")) for _ in range(2)]
     grown = [int(value) for one in launches for value in sums(one.finish(200))]

@@ -104,7 +104,8 @@ def test_a_failure_changes_no_file(tmp_path):
     assert [*tmp_path.iterdir()] == [out] and out.read_bytes() == before
 
 
-def test_an_interrupted_export_leaves_no_files_of_two_exports(tmp_path, monkeypatch):
+@pytest.mark.parametrize("most", [16, 32])
+def test_an_interrupted_export_leaves_no_files_of_two_exports(tmp_path, monkeypatch, most):
     out = tmp_path / "model.safetensors"
     old = [of_array(f"t{k}", np.full(4, k, "f4")) for k in range(3)]
     assert len(write(out, old, {"job": "", "step": "1"}, 16)) == 4
@@ -120,7 +121,7 @@ def test_an_interrupted_export_leaves_no_files_of_two_exports(tmp_path, monkeypa
     monkeypatch.setattr(Path, "replace", fails_later)
     new = [of_array(f"t{k}", np.full(4, 10 + k, "f4")) for k in range(3)]
     with pytest.raises(StoreError):
-        write(out, new, {"job": "", "step": "2"}, 16)
+        write(out, new, {"job": "", "step": "2"}, most)
     assert len(renamed) == 1
     assert [path.name for path in tmp_path.iterdir()] == [renamed[0].name]  # new, without an index
 

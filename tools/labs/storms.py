@@ -1,6 +1,7 @@
 """Test trainings in a folder whose members are killed, stopped and slowed down at random.
 
-    python tools/labs/storms.py --runs 100 [--seed 0] [--rate 0.01] [--ranks 2] [--mounts A B C]
+    python tools/labs/storms.py --runs 100 [--seed 0] [--rate 0.01] [--ranks 2 [--streamed]]
+        [--mounts A B C]
 
 Such a training is called a storm. It also simulates faults of the file system: listings of folders
 that are stale for twice the lease, calls of link(2) that report an error although they have
@@ -10,7 +11,9 @@ ENOTCONN, ESHUTDOWN, EKEYEXPIRED, EINTR, ENOMEM, EIO, ESTALE, and with ENOENT fo
 exists. Such a fault affects one call, or lasts for half a lease or three leases.
 
 With ``--ranks``, each member has several ranks, which are threads here. Each rank writes a part of
-the models. If a rank is killed, its member ends.
+the models. If a rank is killed, its member ends. With ``--streamed``, each rank writes and reads
+its elements piece by piece, like the ranks of a program with FSDP2, and ``--rate`` applies to all
+ranks.
 
 With ``--mounts``, the folder is on a file system that is mounted at several paths, for example by
 the clients of `tools/labs/files.sh`. The replay uses the last path, and members use the others.
@@ -39,6 +42,7 @@ def run_storm(
     rate: float,
     ranks: int = 1,
     mounts: Sequence[Path | None] = (None,),
+    streamed: bool = False,
 ) -> tuple[str, dict[str, int]]:
     """Run a storm in a temporary folder, and check its result.
 
@@ -49,6 +53,7 @@ def run_storm(
     :param mounts: paths at which one file system is mounted. The replay uses the last path, and
         members use the others, or the same path if there is only one; None: folder for temporary
         files
+    :param streamed: whether each rank writes and reads its elements piece by piece
     :return: text about the problems, "" if there are none; number of members by the way in which
         they ended, and number of faults by name
     """
@@ -63,6 +68,7 @@ def run_storm(
             lease_s=plan.lease_s,
             rate=rate,
             ranks=ranks,
+            streamed=streamed,
             mounts=roots[:-1] or roots,
             stale_s=2 * plan.lease_s,
             lost=0.2,
@@ -97,6 +103,7 @@ def main() -> int:
         "--rate", type=float, default=0.0, help="fraction of operations at which a fault begins"
     )
     parser.add_argument("--ranks", type=int, default=1, help="ranks of each member, 1, 2 or 4")
+    parser.add_argument("--streamed", action="store_true", help="write models by pieces (FSDP2)")
     parser.add_argument(
         "--mounts",
         type=Path,
@@ -112,7 +119,9 @@ def main() -> int:
     begun = time.monotonic()
     for seed in range(options.seed, options.seed + options.runs):
         began = time.monotonic()
-        problem, ends = run_storm(seed, plan, options.rate, options.ranks, options.mounts)
+        problem, ends = run_storm(
+            seed, plan, options.rate, options.ranks, options.mounts, options.streamed
+        )
         total.update(ends)
         if problem:
             wrong[seed] = problem

@@ -48,6 +48,9 @@ from mpigossip.training.evaluate import Evaluation, evaluate
 from mpigossip.training.rules import check_member
 
 FORMAT = "mpigossip members 2"
+LOOP_FORMAT = "mpigossip members 3"
+"""Format of a folder that a program begins: members may write models in several files, which
+programs of earlier versions can't read, so that they would train their chunks again."""
 """Name and version of the file format."""
 JOB = "job.toml"
 """Name of the file with the job that all members share."""
@@ -398,7 +401,7 @@ def result(
     """
     outcome = live.decide(lambda: _read_or_write(live, folder, steps, job, facts))
     if isinstance(outcome, Path):
-        return live.place.disk.retry(lambda: live.stored(outcome), "checkpoints")
+        return live.read_checkpoint(outcome)
     return live.local_parts(outcome)
 
 
@@ -528,7 +531,12 @@ def ranks_fact(ranks: int) -> dict[str, str]:
 
 
 def job_of(
-    folder: Path, job: Job | None, disk: RecordStore, name: str = JOB, parameters: str = ""
+    folder: Path,
+    job: Job | None,
+    disk: RecordStore,
+    name: str = JOB,
+    parameters: str = "",
+    several_files: bool = False,
 ) -> Job:
     """Return the job of the training in a folder; if there is no training, begin one.
 
@@ -539,10 +547,13 @@ def job_of(
         PyTorch and the layout of the parameters, which all members share, too
     :param parameters: layout of the model's parameters; "": not known yet, so that it is not
         compared
+    :param several_files: whether a program writes its models in several files
     :raises JobError: if neither ``job`` nor the folder gives a job, if the folder contains another
         training or unrelated files, or if other users may write to a folder that is not shared
     """
-    head = f"# {FORMAT}, torch {torch.__version__.partition('+')[0]}, parameters {parameters}"
+    facts = f"torch {torch.__version__.partition('+')[0]}, parameters {parameters}"
+    earlier = f"# {FORMAT}, {facts}"
+    head = f"# {LOOP_FORMAT}, {facts}" if name == LOOP else earlier
     if not disk.exists(name):
         _begin(folder, job, disk, name, head)
     about = disk.retry(folder.stat)
@@ -553,7 +564,13 @@ def job_of(
         )
     stored_job = job_there(disk, job, name)
     begun = (disk.read(name, listed=True) or b"").decode(errors="replace").partition("\n")[0]
-    if not begun.startswith(head):
+    if several_files and begun.startswith(earlier):
+        raise JobError(
+            f'"{folder}" was begun by a program with an earlier version of mpigossip, which can\'t '
+            "read models in several files: join without FSDP2 (DDP, or one process), or name "
+            "another folder"
+        )
+    if not begun.startswith((head, earlier)):
         other = begun[2:] if begun.startswith("# ") else "its job names none"
         text = f'"{folder}" was begun with another version or model ({other}; here {head[2:]})'
         raise JobError(f"{text}: join with the same version and model, or name another folder")

@@ -119,7 +119,9 @@ class SeveralRanks(OneRank):
         return values
 
     def _wait(self, condition: Callable[[], bool], text: str) -> None:
-        Deadline(self._world.timeout_s).wait(condition, lambda: text, awaited_ranks=tuple)
+        # An outage of the folder, after which a rank goes on, must not end the wait.
+        limit_s = self._world.timeout_s + self.outage_s
+        Deadline(limit_s).wait(condition, lambda: text, awaited_ranks=tuple)
 
     def agree(self, flag: bool) -> bool:
         return bool(self._world.agree(flag))
