@@ -19,6 +19,7 @@ from mpigossip.config import JobError
 from mpigossip.members.outages import Outages
 from mpigossip.members.place import Place, TrainingPlan
 from mpigossip.members.records import RecordStore
+from mpigossip.optim import join as joining
 from mpigossip.optim import member as loop_member
 from mpigossip.runs.members.replay import ReplayMismatch
 from mpigossip.store import checkpoint
