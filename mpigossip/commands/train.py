@@ -414,12 +414,10 @@ def _study(options) -> None:
         results.plot(y, out=results.folder / f"{y}.png")
     for name, why in results.left_out.items():
         print_safe(f"left out: {name}: {why}")
-    best = results.best()
-    ties = len(results.ties())
-    choice = ", ".join(str(best[axis]) for axis in results.axes) or "the job"
+    ties = "; ".join(map(results.name_of, results.ties()))
     print_safe(
-        f"best by {results.judge}: {choice}"
-        + (f"; {ties} can't be distinguished from it" if ties else "")
+        f"best by {results.judge}: {results.name_of(results.best())}"
+        + (f"; not significantly different from it: {ties}" if ties else "")
     )
     print_safe(
         f"{results.folder}: table.csv, table.tex, {', '.join(f'{y}.png' for y in results.curves)}"

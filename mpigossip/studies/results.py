@@ -115,6 +115,10 @@ class Results:
             row |= _spread(name, [run.last(name) for run in ended])
         return row | _spread("MB", [run.last("bytes_sent") / 1e6 for run in ended])
 
+    def name_of(self, row: Mapping[str, Any]) -> str:
+        """Return the labels of a row, separated by commas, or "the job" if there are no axes."""
+        return ", ".join(str(row[axis]) for axis in self.axes) or "the job"
+
     # -- comparison ------------------------------------------------------------------------------
 
     def best(self) -> dict[str, Any]:
@@ -243,6 +247,26 @@ class Results:
         return [f"{spread}; {size}", *late, *self._warnings()]
 
     def _warnings(self) -> list[str]:
+        """Return warnings that this study hardly distinguishes its points, or cannot do so."""
+        warnings = []
+        if min(cell.nodes for cell in self.cells) == 1:
+            warnings.append(
+                "warning: n = 1: a single node exchanges nothing, so that graphs make no "
+                "difference: use at least nodes = 2"
+            )
+        if len(self.seeds) == 1:
+            warnings.append(
+                "warning: one seed: there are no intervals and no test of significance: use at "
+                "least seeds = 3"
+            )
+        if len(self.seeds) == 2:
+            warnings.append(
+                "warning: 2 seeds: intervals have one degree of freedom, and are 12.7 standard "
+                "errors wide on either side: use at least seeds = 3"
+            )
+        return [*warnings, *self._accuracy_warnings()]
+
+    def _accuracy_warnings(self) -> list[str]:
         """Return warnings that the accuracies of this study hardly distinguish its points."""
         if "accuracy" not in self.judge:
             return []

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -281,11 +282,17 @@ def test_the_command_and_the_function_give_the_same_tables_and_curves(job_folder
     Path("study.toml").write_text(text + "\n".join(lines))
     assert cli.main(["study", "study.toml", "--out", "out"]) == 0
     output = capsys.readouterr().out
-    assert "best by accuracy: " in output and "two & a half" in output
+    best, *equal = re.search("best by accuracy: (.*)", output)[1].split(
+        "; not significantly different from it: "
+    )
+    named = equal[0].split("; ") if equal else []
+    names = {"one, 2", "one, 3", "two & a half, 2", "two & a half, 3"}
+    assert best in names and {*named} <= names - {best}
     files = {path.name for path in Path("out").iterdir() if path.is_file()}
     assert files == {"lock", "table.csv", "table.tex", "accuracy.png", "loss.png"}
     before = log_times("out")
     study = small({"method": methods}, nodes=[2, 3], settings=settings, output="out")
+    assert len(named) == len(study.ties())
     assert log_times("out") == before
     assert study.axes == ["method", "nodes"]
     assert study.table().splitlines()[0].split()[:2] == ["method", "nodes"]
@@ -358,6 +365,29 @@ def test_accuracies_near_chance_and_wide_intervals_are_reported():
     assert "0.11 is near chance (1/10)" in near
     (wide,) = warnings(0.5, 0.9, 0.7)
     assert "1 of 1 intervals exceed ± 0.1" in wide
+
+
+def test_few_seeds_and_a_single_node_are_reported():
+    def warnings(study):
+        return [line for line in study.table().splitlines() if line.startswith("warning: ")]
+
+    (one,) = warnings(study_of([[run_of(0.9)]]))
+    assert "one seed: there are no intervals and no test" in one and "seeds = 3" in one
+    (two,) = warnings(study_of([[run_of(0.97), run_of(0.971)]]))
+    assert "2 seeds: intervals have one degree of freedom" in two and "12.7" in two
+    assert warnings(study_of([[run_of(0.97), run_of(0.971), run_of(0.97)]])) == []
+    point = Cell((), (), 1)
+    runs = {(point, None, seed): run_of(0.97) for seed in range(3)}
+    (alone,) = warnings(Study([point], {point: None}, range(3), runs, None, (), {}, Path()))
+    assert alone.startswith("warning: n = 1: a single node exchanges nothing")
+
+
+def test_an_error_in_the_settings_of_a_point_names_the_point(job_folder):
+    methods = {"good": "graph.name=ring", "Misspelt": "graph.name=rnig"}
+    with pytest.raises(JobError, match=r'^Misspelt_n3: graph.name = "rnig": unknown graph; did'):
+        small({"method": methods})
+    with pytest.raises(JobError, match=r'^graph.name = "rnig": unknown graph'):  # of all points
+        small({"algorithm.name": ["dsgd"]}, settings=[*SMALL, "graph.name=rnig"])
 
 
 def run_of(accuracy, loss=0.5, late=False, sent=12345678):
@@ -529,6 +559,8 @@ def test_a_table_explains_its_numbers_and_lists_diverged_runs():
     assert comments.splitlines() == [
         "% ±: half the 95 % interval of the mean of 2 seeds (Student's t); n = 3, 40 steps",
         "% diverged late: the training loss rose again by over half of its decrease",
+        "% warning: 2 seeds: intervals have one degree of freedom, and are 12.7 standard errors "
+        "wide on either side: use at least seeds = 3",
         "% warning: 3 of 5 intervals exceed ± 0.1: use more seeds, train longer, or use an easier "
         "problem (model.name=mlp)",
         "% bold: not significantly different from the best accuracy (paired Dunnett's test)",
@@ -552,10 +584,13 @@ def test_a_table_explains_its_numbers_and_lists_diverged_runs():
     text = study.table().splitlines()
     assert [line.endswith("12.35") for line in text[1:3]] == [True, True]
     assert text[3].endswith("  †") and text[6] == "† 2 of 2 diverged late; no tried rate converged"
-    assert text[9:] == [line.removeprefix("% ") for line in comments.splitlines()[:3]]
+    assert text[9:] == [line.removeprefix("% ") for line in comments.splitlines()[:4]]
     single = study_of([[run_of(0.9)]]).table("latex")
     assert single.startswith(
-        "% one seed, no intervals; n = 3, 40 steps\n% bold: the best accuracy\n"
+        "% one seed, no intervals; n = 3, 40 steps\n"
+        "% warning: one seed: there are no intervals and no test of significance: use at least "
+        "seeds = 3\n"
+        "% bold: the best accuracy\n"
     )
     assert r"$\mathbf{0.9000}$" in single
 
