@@ -390,8 +390,7 @@ def _add_study(commands) -> None:
 
 
 def _study(options) -> None:
-    """Train the missing runs of a study; write table.csv, table.tex and a plot of each metric."""
-    from mpigossip.store.hdf5 import replacing
+    """Train the missing runs of a study, and write its tables and figures."""
     from mpigossip.studies import study
     from mpigossip.studies.grid import arguments
     from mpigossip.studies.running import Missing
@@ -407,11 +406,7 @@ def _study(options) -> None:
         return
     results = study(**parameters)
     print_safe(results)
-    for name, text in (("table.csv", results.table("csv")), ("table.tex", results.table("latex"))):
-        with replacing(results.folder / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-    for y in results.curves:
-        results.plot(y, out=results.folder / f"{y}.png")
+    names = results.write()
     for name, why in results.left_out.items():
         print_safe(f"left out: {name}: {why}")
     ties = "; ".join(map(results.name_of, results.ties()))
@@ -419,6 +414,4 @@ def _study(options) -> None:
         f"best by {results.judge}: {results.name_of(results.best())}"
         + (f"; not significantly different from it: {ties}" if ties else "")
     )
-    print_safe(
-        f"{results.folder}: table.csv, table.tex, {', '.join(f'{y}.png' for y in results.curves)}"
-    )
+    print_safe(f"{results.folder}: {', '.join(names)}")

@@ -28,6 +28,7 @@ class Study(Results):
         x: Literal["step", "epoch", "bytes", "time"] = "step",
         out: str | Path | None = None,
         theory: bool = False,
+        width: float | None = None,
     ) -> Figure:
         """Plot the mean of a metric over seeds, with a band for its confidence interval.
 
@@ -45,20 +46,53 @@ class Study(Results):
         :param theory: whether to draw the rate of D-PSGD on each graph (dotted) and the lower
             bounds (grey), too. This is possible for theory tasks if "gradient_square" is plotted
             over steps
+        :param width: width of the figure in inches for a paper, such as `drawing.COLUMN`, the
+            width of a column: without a title, with text of 8 points and, in a PDF, with embedded
+            fonts; None: 5.4 inches per panel, with a title
         :return: figure, which a notebook displays
         :raises JobError: if ``x`` is not valid, if the logs do not have such a metric or no virtual
             time, or if ``theory`` does not apply
         """
         from mpigossip.store.hdf5 import replacing
-        from mpigossip.studies.drawing import curves
+        from mpigossip.studies.drawing import curves, style_of
 
-        figure = curves(self, y or self.judge, x, theory)
+        with style_of(width):
+            figure = curves(self, y or self.judge, x, theory, width)
         if out is not None:
-            with replacing(Path(out)) as temporary:
+            with style_of(width), replacing(Path(out)) as temporary:
                 figure.savefig(temporary, dpi=150)
                 if temporary.suffix == ".pgf":
                     temporary.write_text(with_greek(temporary.read_text()))
         return figure
+
+    def write(self) -> list[str]:
+        """Write the tables and figures of the study to its folder, and return their names.
+
+        The files are table.csv, table.tex and, for each metric, METRIC.png for a screen and
+        METRIC.pdf for a column of a paper. METRIC-by-MB shows the metric by which points are
+        compared (without a curve of it, the first metric with a curve) against the megabytes that
+        a node sent.
+        """
+        from mpigossip.store.hdf5 import replacing
+        from mpigossip.studies.drawing import COLUMN
+
+        names = ["table.csv", "table.tex"]
+        for name, form in (("table.csv", "csv"), ("table.tex", "latex")):
+            with replacing(self.folder / name) as temporary:
+                temporary.write_text(self.table(form), encoding="utf-8")  # type: ignore[arg-type]
+        figures: list[tuple[str, Literal["step", "bytes"], str]] = [
+            (y, "step", y) for y in self.curves
+        ]
+        figures += [(y, "bytes", f"{y}-by-MB") for y in self._compared_curve()]
+        for y, x, name in figures:
+            self.plot(y, x, out=self.folder / f"{name}.png")
+            self.plot(y, x, out=self.folder / f"{name}.pdf", width=COLUMN)
+            names += [f"{name}.png", f"{name}.pdf"]
+        return names
+
+    def _compared_curve(self) -> list[str]:
+        """Return the metric that `METRIC-by-MB` shows; [] if no metric has a curve."""
+        return [self.judge] if self.judge in self.curves else self.curves[:1]
 
     def transient(
         self, against: str = "parallel", y: str = "loss", within: float = 2.0

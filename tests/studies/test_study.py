@@ -289,7 +289,16 @@ def test_the_command_and_the_function_give_the_same_tables_and_curves(job_folder
     names = {"one, 2", "one, 3", "two & a half, 2", "two & a half, 3"}
     assert best in names and {*named} <= names - {best}
     files = {path.name for path in Path("out").iterdir() if path.is_file()}
-    assert files == {"lock", "table.csv", "table.tex", "accuracy.png", "loss.png"}
+    figures = {"accuracy", "loss", "accuracy-by-MB"}
+    assert files == {"lock", "table.csv", "table.tex"} | {
+        f"{name}.{suffix}" for name in figures for suffix in ("png", "pdf")
+    }
+    assert {name for name in files if name in output} == files - {"lock"}
+    pdf = Path("out/accuracy-by-MB.pdf").read_bytes()
+    width = float(re.search(rb"/MediaBox \[ ?0 0 ([\d.]+)", pdf)[1])
+    assert width == pytest.approx(3.4 * 72)
+    assert b"/FontFile2" in pdf and b"/Type3" not in pdf
+    assert b"/Subtype /Image" not in pdf
     before = log_times("out")
     study = small({"method": methods}, nodes=[2, 3], settings=settings, output="out")
     assert len(named) == len(study.ties())
@@ -325,6 +334,23 @@ def test_a_single_evaluation_is_drawn_as_a_point_with_its_interval():
     low, high = axes.containers[0].lines[2][0].get_segments()[0][:, 1]
     assert low == 0 and high == 1  # the range of an accuracy
     assert axes.containers[0].lines[2][0].get_alpha() is None
+
+
+def test_a_figure_for_a_paper_has_the_width_of_a_column_and_no_title():
+    study = study_of([[run_of(0.5), run_of(0.6)], [run_of(0.7), run_of(0.8)]])
+    for run in itertools.chain(*(study.runs(cell) for cell in study.cells)):
+        run.log.job += "[task]\nname = 'classification'\n"
+        run.log.steps["bytes_sent"] = np.full((40, 3), 1e6) * np.arange(1, 41)[:, None]
+    paper = study.plot("accuracy", "bytes", width=3.4)
+    (axes,) = paper.axes
+    assert paper.get_size_inches()[0] == 3.4 and paper.get_suptitle() == ""
+    assert axes.get_xlabel() == "MB sent per node" and axes.get_ylabel() == "test accuracy"
+    assert axes.xaxis.label.get_size() == 8 and axes.get_legend().get_texts()[0].get_size() == 7
+    assert axes.lines[0].get_xdata()[-1] == pytest.approx(40)
+    screen = study.plot("loss")
+    assert screen.axes[0].get_ylabel() == "test loss (nat)"
+    assert screen.get_suptitle().startswith("n = 3, mean of 2 seeds")
+    assert screen.get_size_inches()[0] == 5.4 and screen.axes[0].lines[0].get_linewidth() == 1.8
 
 
 @on_each(
