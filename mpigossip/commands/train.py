@@ -387,6 +387,11 @@ def _add_study(commands) -> None:
         "--out", type=Path, metavar="DIR", help="folder for logs, tables and plots; default: output"
     )
     study.add_argument("--dry-run", action="store_true", help="print the commands of missing runs")
+    study.add_argument(
+        "--partial",
+        action="store_true",
+        help="print the table of the complete runs, and start no run",
+    )
 
 
 def _study(options) -> None:
@@ -403,6 +408,9 @@ def _study(options) -> None:
             print_safe(study(**parameters | {"processes": 0}))
         except Missing as missing:
             print_safe(missing)
+        return
+    if options.partial:
+        print_safe(study(**parameters | {"partial": True}))
         return
     results = study(**parameters)
     print_safe(results)

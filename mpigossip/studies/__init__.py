@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mpigossip.config import JobError
+from mpigossip.config.errors import Failure
 from mpigossip.studies.grid import Axis, cells_of
 from mpigossip.studies.results import Results
-from mpigossip.studies.running import Runner
+from mpigossip.studies.running import Runner, RunResult
 from mpigossip.studies.search import chosen
 from mpigossip.studies.tables import with_greek
 
@@ -131,6 +132,7 @@ def study(
     output: str | Path | None = None,
     processes: int | None = None,
     skip: bool = False,
+    partial: bool = False,
 ) -> Study:
     """Simulate each point of a grid with each seed, and return the results.
 
@@ -164,17 +166,31 @@ def study(
     :param processes: number of simultaneous runs; None: one for each core; 0: no run is started
     :param skip: whether to leave out points whose settings cannot be combined; if false, such
         points raise JobError
+    :param partial: whether to return the results of the complete runs without starting others. The
+        result lacks points and seeds without a complete run; the table has a note on each point
+        of which some seeds are not complete
     :raises JobError: if the grid or another argument is not valid
-    :raises Failure: if a run ends with an error, or if a run is missing and ``processes`` is 0
+    :raises Failure: if a run ends with an error; if a run is missing and ``processes`` is 0; or if,
+        with ``partial``, no run or not every run of a search of rates is complete
     """
     path = Path(job)
     cells, left_out = cells_of(path, grid or {}, _listed("nodes", nodes), settings, skip)
     folder = Path(output) if output is not None else Path("runs") / f"study-{path.stem}"
-    runner = Runner(path, folder, processes)
+    runner = Runner(path, folder, 0 if partial else processes)
     numbers = _listed("seeds", range(seeds) if isinstance(seeds, Integral) else seeds)
     rate_of, tried = chosen(cells, rates, judge, runner, larger)
     keys = [(cell, rate_of[cell], seed) for cell in cells for seed in numbers]
-    results = runner.fill(keys)
+    if partial:
+        results = runner.complete(keys)
+        if not results:
+            raise Failure(f"{folder}: none of {len(keys)} runs is complete: start the study first")
+        cells = [cell for cell in cells if any(key[0] == cell for key in results)]
+        numbers = [seed for seed in numbers if any(key[2] == seed for key in results)]
+        absent = RunResult(None, missing=True)
+        keys = [(cell, rate_of[cell], seed) for cell in cells for seed in numbers]
+        results = {key: results.get(key, absent) for key in keys}
+    else:
+        results = runner.fill(keys)
     return Study(cells, rate_of, numbers, results, judge, tried, left_out, folder, larger)
 
 

@@ -86,8 +86,8 @@ class Results:
         return [self._results[cell, self.rates[cell], seed] for seed in self.seeds]
 
     def ended(self, cell: Cell) -> list[RunResult]:
-        """Return the runs of a point that did not diverge."""
-        return [run for run in self.runs(cell) if not run.diverged]
+        """Return the runs of a point that are complete and did not diverge."""
+        return [run for run in self.runs(cell) if run.log is not None]
 
     @property
     def figures(self) -> list[str]:
@@ -109,7 +109,9 @@ class Results:
         row: dict[str, Any] = dict(cell.labels) | {"nodes": cell.nodes}
         if self.rates[cell] is not None:
             row["lr"] = self.rates[cell]
-        row |= {"seeds": len(self.seeds), "diverged": len(self.seeds) - len(ended)}
+        runs = self.runs(cell)
+        seeds = sum(not run.missing for run in runs)
+        row |= {"seeds": seeds, "diverged": sum(run.diverged for run in runs)}
         row["late"] = sum(run.late for run in ended)
         for name in self.figures:
             row |= _spread(name, [run.last(name) for run in ended])
@@ -169,7 +171,7 @@ class Results:
         return [
             sign * (a.last(name) - share * b.last(name))
             for a, b in zip(self.runs(first), self.runs(second), strict=True)
-            if not (a.diverged or b.diverged)
+            if a.log is not None and b.log is not None
         ]
 
     # -- tables ----------------------------------------------------------------------------------
@@ -214,6 +216,9 @@ class Results:
         The note also says if no learning rate of a search converged.
         """
         notes = tables.lost(self.rows[self.cells.index(cell)])
+        complete = sum(not run.missing for run in self.runs(cell))
+        if complete < len(self.seeds):
+            notes = [f"only {complete} of {len(self.seeds)} seeds are complete", *notes]
         trials = [trial for trial in self.tried if trial.cell == cell]
         no_rate = ["no tried rate converged"] * bool(trials and all(trial.lost for trial in trials))
         return "; ".join([*notes, *no_rate])

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -475,6 +476,38 @@ def test_no_row_is_bold_if_all_are_equal_and_a_column_has_equal_decimals():
     assert [line.split()[-1] for line in sent.splitlines()[1:3]] == ["9.877", "123.457"]
 
 
+def test_the_complete_runs_of_a_study_have_a_table_and_a_copied_folder_is_complete(
+    job_folder, capsys
+):
+    with pytest.raises(Failure, match="none of 4 runs is complete"):
+        small(partial=True)
+    small({"algorithm.name": ["dsgd"], "graph.name": ["ring"]})
+    small({"algorithm.name": ["dmsgd"], "graph.name": ["ring"]}, seeds=1)
+    capsys.readouterr()
+    table = small(partial=True)
+    assert [row["seeds"] for row in table.rows] == [2, 1]
+    assert [row["diverged"] for row in table.rows] == [0, 0]
+    assert "only 1 of 2 seeds are complete" in table.table()
+    assert "diverged" not in table.table() and table.ties() == []
+    table.plot()
+    assert len(small(partial=True, seeds=1).rows) == 2
+    assert capsys.readouterr().out == ""
+    shutil.copytree("runs/study-job", "copied")
+    assert small(partial=True, output="copied").table() == table.table()
+    lines = [f"{name} = {values!r}" for name, values in GRID.items()]
+    text = f'job = "job.toml"\nnodes = 3\nseeds = 2\nsettings = {SMALL!r}\n[grid]\n'
+    Path("study.toml").write_text(text + "\n".join(lines))
+    assert cli.main(["study", "study.toml", "--partial"]) == 0
+    assert capsys.readouterr().out == f"{table.table()}\n"
+    with pytest.raises(Failure, match=r"4 of 4 runs are missing \(3 with other settings: run.ep"):
+        small(settings=[*SMALL, "run.epochs=3"], processes=0)
+
+
+def test_the_remaining_time_follows_from_the_mean_duration():
+    assert running.remaining_time([10, 20], [5], waiting=3, processes=2) == (3 * 15 + 10) / 2
+    assert running.remaining_time([10], [30], waiting=0, processes=8) == 0
+
+
 class EndingRunner(Runner):
     """Runner whose runs end at once with a code; `started` are their folders."""
 
@@ -499,8 +532,9 @@ def test_ends_of_runs(job_folder, capsys):
         EndingRunner(
             "failed", 1, "mpigossip: the loss of node 3 is in the text of another failure"
         ).fill(keys)
-    first, *_ = capsys.readouterr().out.splitlines()
+    first, ended, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("failed: 3 of 3 runs are missing; up to 2 ")
+    assert re.fullmatch(r"\[1/3\] failed/.*: [\d.]+ s; about .* remain", ended)
     runner = EndingRunner("lost", running.LOST, "mpigossip: anything")
     with pytest.raises(Failure, match="its log is not complete"):  # it does not exist
         runner.fill(keys)
