@@ -315,6 +315,13 @@ def test_a_search_limited_by_evaluations_depends_on_its_seed_only(alone, tmp_pat
     assert edges == [list(e) for e in search(12, degree=3, evaluations=400, seed=3).edges]
 
 
+def test_a_graph_of_one_node_is_reported(capsys):
+    for command in (["graph", "show", "ring"], ["graph", "compare", "ring"]):
+        for nodes in (1, 2):
+            assert cli.main([*command, "--nodes", str(nodes)]) == 0
+            assert ("warning: --nodes 1: a single node" in capsys.readouterr().out) == (nodes == 1)
+
+
 def test_graphs_are_compared_also_in_bytes(alone, tmp_path):
     words = ("graph", "compare", "ring", "one-peer-exponential", "--nodes", "8")
     plain = alone(*words).stdout

@@ -32,6 +32,7 @@ FIGURES = (
 """Numbers that `show` and `compare` print, each as (key, heading of its column, meaning)."""
 
 
+ONE_NODE = "warning: --nodes 1: a single node exchanges nothing; use --nodes 2 or more"
 SHOW = """
 mpigossip graph show one-peer-exponential --nodes 8
 mpigossip graph show file:searched.json --nodes 16 --json
@@ -177,6 +178,8 @@ def _show(options) -> None:
     print_safe(aligned(figures, left=(0, 2)))
     if facts["least_weight"] < 0:
         print_safe(f"  some weights are negative, down to {facts['least_weight']:.4g}")
+    if topology.n == 1:
+        print_safe(ONE_NODE)
     if topology.n <= 12 and topology.period is not None:
         for t in range(min(topology.period, 4)):
             print_safe(f"\nW({t}): row i has the weights that node i gives to its senders")
@@ -229,6 +232,8 @@ def _compare(options) -> None:
         lines = [[row["name"], *(_number(row[key]) for key, _ in part)] for row in rows]
         tables.append(aligned([["graph", *(head for _, head in part)], *lines]))
     print_safe("\n\n".join(tables))
+    if options.nodes == 1:
+        print_safe(ONE_NODE)
 
 
 def _draw(options) -> None:

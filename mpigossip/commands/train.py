@@ -387,11 +387,15 @@ def _add_study(commands) -> None:
         "--out", type=Path, metavar="DIR", help="folder for logs, tables and plots; default: output"
     )
     study.add_argument("--dry-run", action="store_true", help="print the commands of missing runs")
+    study.add_argument(
+        "--partial",
+        action="store_true",
+        help="print the table of the complete runs, and start no run",
+    )
 
 
 def _study(options) -> None:
-    """Train the missing runs of a study; write table.csv, table.tex and a plot of each metric."""
-    from mpigossip.store.hdf5 import replacing
+    """Train the missing runs of a study, and write its tables and figures."""
     from mpigossip.studies import study
     from mpigossip.studies.grid import arguments
     from mpigossip.studies.running import Missing
@@ -405,22 +409,17 @@ def _study(options) -> None:
         except Missing as missing:
             print_safe(missing)
         return
+    if options.partial:
+        print_safe(study(**parameters | {"partial": True}))
+        return
     results = study(**parameters)
     print_safe(results)
-    for name, text in (("table.csv", results.table("csv")), ("table.tex", results.table("latex"))):
-        with replacing(results.folder / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-    for y in results.curves:
-        results.plot(y, out=results.folder / f"{y}.png")
+    names = results.write()
     for name, why in results.left_out.items():
         print_safe(f"left out: {name}: {why}")
-    best = results.best()
-    ties = len(results.ties())
-    choice = ", ".join(str(best[axis]) for axis in results.axes) or "the job"
+    ties = "; ".join(map(results.name_of, results.ties()))
     print_safe(
-        f"best by {results.judge}: {choice}"
-        + (f"; {ties} can't be distinguished from it" if ties else "")
+        f"best by {results.judge}: {results.name_of(results.best())}"
+        + (f"; not significantly different from it: {ties}" if ties else "")
     )
-    print_safe(
-        f"{results.folder}: table.csv, table.tex, {', '.join(f'{y}.png' for y in results.curves)}"
-    )
+    print_safe(f"{results.folder}: {', '.join(names)}")

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mpigossip.config import JobError
+from mpigossip.config.errors import Failure
 from mpigossip.studies.grid import Axis, cells_of
 from mpigossip.studies.results import Results
-from mpigossip.studies.running import Runner
+from mpigossip.studies.running import Runner, RunResult
 from mpigossip.studies.search import chosen
 from mpigossip.studies.tables import with_greek
 
@@ -28,6 +29,7 @@ class Study(Results):
         x: Literal["step", "epoch", "bytes", "time"] = "step",
         out: str | Path | None = None,
         theory: bool = False,
+        width: float | None = None,
     ) -> Figure:
         """Plot the mean of a metric over seeds, with a band for its confidence interval.
 
@@ -45,20 +47,53 @@ class Study(Results):
         :param theory: whether to draw the rate of D-PSGD on each graph (dotted) and the lower
             bounds (grey), too. This is possible for theory tasks if "gradient_square" is plotted
             over steps
+        :param width: width of the figure in inches for a paper, such as `drawing.COLUMN`, the
+            width of a column: without a title, with text of 8 points and, in a PDF, with embedded
+            fonts; None: 5.4 inches per panel, with a title
         :return: figure, which a notebook displays
         :raises JobError: if ``x`` is not valid, if the logs do not have such a metric or no virtual
             time, or if ``theory`` does not apply
         """
         from mpigossip.store.hdf5 import replacing
-        from mpigossip.studies.drawing import curves
+        from mpigossip.studies.drawing import curves, style_of
 
-        figure = curves(self, y or self.judge, x, theory)
+        with style_of(width):
+            figure = curves(self, y or self.judge, x, theory, width)
         if out is not None:
-            with replacing(Path(out)) as temporary:
+            with style_of(width), replacing(Path(out)) as temporary:
                 figure.savefig(temporary, dpi=150)
                 if temporary.suffix == ".pgf":
                     temporary.write_text(with_greek(temporary.read_text()))
         return figure
+
+    def write(self) -> list[str]:
+        """Write the tables and figures of the study to its folder, and return their names.
+
+        The files are table.csv, table.tex and, for each metric, METRIC.png for a screen and
+        METRIC.pdf for a column of a paper. METRIC-by-MB shows the metric by which points are
+        compared (without a curve of it, the first metric with a curve) against the megabytes that
+        a node sent.
+        """
+        from mpigossip.store.hdf5 import replacing
+        from mpigossip.studies.drawing import COLUMN
+
+        names = ["table.csv", "table.tex"]
+        for name, form in (("table.csv", "csv"), ("table.tex", "latex")):
+            with replacing(self.folder / name) as temporary:
+                temporary.write_text(self.table(form), encoding="utf-8")  # type: ignore[arg-type]
+        figures: list[tuple[str, Literal["step", "bytes"], str]] = [
+            (y, "step", y) for y in self.curves
+        ]
+        figures += [(y, "bytes", f"{y}-by-MB") for y in self._compared_curve()]
+        for y, x, name in figures:
+            self.plot(y, x, out=self.folder / f"{name}.png")
+            self.plot(y, x, out=self.folder / f"{name}.pdf", width=COLUMN)
+            names += [f"{name}.png", f"{name}.pdf"]
+        return names
+
+    def _compared_curve(self) -> list[str]:
+        """Return the metric that `METRIC-by-MB` shows; [] if no metric has a curve."""
+        return [self.judge] if self.judge in self.curves else self.curves[:1]
 
     def transient(
         self, against: str = "parallel", y: str = "loss", within: float = 2.0
@@ -97,6 +132,7 @@ def study(
     output: str | Path | None = None,
     processes: int | None = None,
     skip: bool = False,
+    partial: bool = False,
 ) -> Study:
     """Simulate each point of a grid with each seed, and return the results.
 
@@ -130,17 +166,31 @@ def study(
     :param processes: number of simultaneous runs; None: one for each core; 0: no run is started
     :param skip: whether to leave out points whose settings cannot be combined; if false, such
         points raise JobError
+    :param partial: whether to return the results of the complete runs without starting others. The
+        result lacks points and seeds without a complete run; the table has a note on each point
+        of which some seeds are not complete
     :raises JobError: if the grid or another argument is not valid
-    :raises Failure: if a run ends with an error, or if a run is missing and ``processes`` is 0
+    :raises Failure: if a run ends with an error; if a run is missing and ``processes`` is 0; or if,
+        with ``partial``, no run or not every run of a search of rates is complete
     """
     path = Path(job)
     cells, left_out = cells_of(path, grid or {}, _listed("nodes", nodes), settings, skip)
     folder = Path(output) if output is not None else Path("runs") / f"study-{path.stem}"
-    runner = Runner(path, folder, processes)
+    runner = Runner(path, folder, 0 if partial else processes)
     numbers = _listed("seeds", range(seeds) if isinstance(seeds, Integral) else seeds)
     rate_of, tried = chosen(cells, rates, judge, runner, larger)
     keys = [(cell, rate_of[cell], seed) for cell in cells for seed in numbers]
-    results = runner.fill(keys)
+    if partial:
+        results = runner.complete(keys)
+        if not results:
+            raise Failure(f"{folder}: none of {len(keys)} runs is complete: start the study first")
+        cells = [cell for cell in cells if any(key[0] == cell for key in results)]
+        numbers = [seed for seed in numbers if any(key[2] == seed for key in results)]
+        absent = RunResult(None, missing=True)
+        keys = [(cell, rate_of[cell], seed) for cell in cells for seed in numbers]
+        results = {key: results.get(key, absent) for key in keys}
+    else:
+        results = runner.fill(keys)
     return Study(cells, rate_of, numbers, results, judge, tried, left_out, folder, larger)
 
 

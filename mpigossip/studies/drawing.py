@@ -3,9 +3,11 @@
 import io
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -15,7 +17,7 @@ from mpigossip.store.log import VIRTUAL
 from mpigossip.studies.grid import Cell
 from mpigossip.studies.results import Results
 from mpigossip.studies.running import RunResult
-from mpigossip.studies.seeds import LEVEL, confidence_band
+from mpigossip.studies.seeds import LEVEL, confidence_band, settings
 from mpigossip.studies.tables import lost
 from mpigossip.studies.theory import draw_rates
 
@@ -44,6 +46,23 @@ WIDE = 5.4
 """Width of a panel in inches."""
 HIGH = 4.2
 """Height of a panel in inches."""
+COLUMN = 3.4
+"""Width of a column of a paper in inches."""
+PAPER = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 3.5,
+    "axes.linewidth": 0.6,
+    "pdf.fonttype": 42,  # publishers reject fonts of type 3, the default
+}
+"""Settings of matplotlib for a figure in a paper."""
+SCREEN = {"axes.titlesize": 11, "legend.fontsize": 9, "lines.linewidth": 1.8, "lines.markersize": 5}
+"""Settings of matplotlib for a figure on a screen."""
 INK = 0.6
 """Sum of the opacities of the bands in a panel. The opacity of a band is at most a quarter of it.
 """
@@ -63,13 +82,25 @@ class Picture(Figure):
         return out.getvalue()
 
 
-def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
-    """Plot a metric over steps, epochs, bytes or time.
+def style_of(width: float | None) -> AbstractContextManager:
+    """Return a context with the settings of matplotlib for a figure.
+
+    :param width: width of a figure for a paper in inches; None: a figure for a screen
+    """
+    return rc_context(SCREEN if width is None else PAPER)
+
+
+def curves(
+    study: Results, y: str, x: str, theory: bool = False, width: float | None = None
+) -> Figure:
+    """Plot a metric over steps, epochs, bytes or time, in a context of :func:`style_of`.
 
     :param study: results of the study
     :param y: name of the metric
     :param x: key of `AXES`
     :param theory: whether to draw theoretical rates and bounds, too
+    :param width: width of a figure for a paper in inches, whose panels are below each other; None:
+        a figure for a screen, with a title
     :raises JobError: as `Study.plot`
     """
     if x not in AXES:
@@ -84,9 +115,11 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
     for cell in study.cells:
         panels.setdefault(cell.label(panel_axis) if panel_axis else "", []).append(cell)
     # With three columns, panels would be too small on a page.
-    columns = min(len(panels), 2)
+    columns = 1 if width else min(len(panels), 2)
     lines = -(-len(panels) // columns)
-    figure = Picture(figsize=(WIDE * columns, HIGH * lines), layout="constrained")
+    panel_width = width or WIDE
+    panel_height = panel_width * HIGH / WIDE
+    figure = Picture(figsize=(panel_width * columns, panel_height * lines), layout="constrained")
     grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
@@ -101,18 +134,19 @@ def curves(study: Results, y: str, x: str, theory: bool = False) -> Figure:
             draw_rates(
                 axes, study, {cell: styles[_name(cell, curve_axes)]["color"] for cell in cells}
             )
-        axes.set_title(_label_text(panel_axis, title) if panel_axis else "", fontsize=11)
+        axes.set_title(_label_text(panel_axis, title) if panel_axis else "")
         axes.set_xlabel(AXES[x])
         if x in ("step", "epoch"):
             axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
         axes.grid(alpha=0.25)
         if curve_axes or theory:
             # A transparent legend does not hide the curves behind it.
-            axes.legend(framealpha=0.8, fontsize=9)
+            axes.legend(framealpha=0.8)
         _scale(axes, y)
     for row in grid:
-        row[0].set_ylabel(LABELS.get(y, y.replace("_", " ")))
-    figure.suptitle(_of_all(study), fontsize=10, color="#555555")
+        row[0].set_ylabel(LABELS.get(y, y.replace("_", " ")) + _unit(study, y))
+    if width is None:
+        figure.suptitle(_of_all(study), fontsize=10, color="#555555")
     return figure
 
 
@@ -126,6 +160,15 @@ def _of_all(study: Results) -> str:
     if seeds > 1:
         parts += [f"mean of {seeds} seeds", f"{100 * LEVEL:.0f} % interval"]
     return ", ".join(parts)
+
+
+def _unit(study: Results, y: str) -> str:
+    """Return the unit of a metric in brackets: "nat" for losses of cross-entropy, otherwise ""."""
+    tasks = {
+        settings(run.log.job).get("task.name") for cell in study.cells for run in study.ended(cell)
+    }
+    is_entropy = bool(tasks) and tasks <= {"classification", "language-model"}
+    return " (nat)" if y in ("loss", "train_loss", "local_loss") and is_entropy else ""
 
 
 def _scale(axes, y: str) -> None:
@@ -239,7 +282,5 @@ def _draw(axes, study: Results, cell: Cell, y: str, x: str, style: dict, name: s
         bar = [mean - low, high - mean] if np.isfinite(low).any() else None
         axes.errorbar(positions, mean, bar, label=label, capsize=4, **style | {"linestyle": ""})
         return
-    axes.plot(
-        positions, mean, lw=1.8, ms=5, markevery=-(-len(positions) // 12), label=label, **style
-    )
+    axes.plot(positions, mean, markevery=-(-len(positions) // 12), label=label, **style)
     band.draw(axes, positions, style["color"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpigossip.config import JobError, packaged
+from mpigossip.config import Job, JobError, packaged
 from mpigossip.config.toml import near, show
 from mpigossip.training import assemble
 
@@ -74,8 +74,7 @@ def cells_of(
         labels = tuple(label for label, _ in point)
         point_settings = [setting for _, settings in point for setting in settings]
         cell = Cell(labels, (*common, *point_settings), n)
-        # If a single setting is wrong, raise its error at once, because all points would have it.
-        point_job = assemble.load(job, cell.settings)
+        point_job = _job_of(job, cell, common)
         if problems := assemble.mistakes(point_job, n):
             incompatible[cell.name] = "; ".join(problems)
         else:
@@ -85,6 +84,26 @@ def cells_of(
     if len({cell.name for cell in cells}) < len(cells):
         raise JobError("grid: two points have the same labels: use different labels")
     return cells, incompatible
+
+
+def _job_of(job: Path, cell: Cell, common: Sequence[str]) -> Job:
+    """Return the job of a point.
+
+    :param job: path of a job file, or name of an example
+    :param cell: the point
+    :param common: settings of all points
+    :raises JobError: if a setting is wrong; the message begins with the name of the point, unless
+        all points have this error
+    """
+    try:
+        return assemble.load(job, cell.settings)
+    except JobError as error:
+        try:
+            assemble.load(job, common)
+        except JobError as error_of_all:
+            if {*error.messages} <= {*error_of_all.messages}:
+                raise
+        raise JobError([f"{cell.name}: {message}" for message in error.messages]) from None
 
 
 def _points(axis: str, values: Axis) -> list[tuple[tuple[str, str], list[str]]]:

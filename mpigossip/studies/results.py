@@ -86,8 +86,8 @@ class Results:
         return [self._results[cell, self.rates[cell], seed] for seed in self.seeds]
 
     def ended(self, cell: Cell) -> list[RunResult]:
-        """Return the runs of a point that did not diverge."""
-        return [run for run in self.runs(cell) if not run.diverged]
+        """Return the runs of a point that are complete and did not diverge."""
+        return [run for run in self.runs(cell) if run.log is not None]
 
     @property
     def figures(self) -> list[str]:
@@ -109,11 +109,17 @@ class Results:
         row: dict[str, Any] = dict(cell.labels) | {"nodes": cell.nodes}
         if self.rates[cell] is not None:
             row["lr"] = self.rates[cell]
-        row |= {"seeds": len(self.seeds), "diverged": len(self.seeds) - len(ended)}
+        runs = self.runs(cell)
+        seeds = sum(not run.missing for run in runs)
+        row |= {"seeds": seeds, "diverged": sum(run.diverged for run in runs)}
         row["late"] = sum(run.late for run in ended)
         for name in self.figures:
             row |= _spread(name, [run.last(name) for run in ended])
         return row | _spread("MB", [run.last("bytes_sent") / 1e6 for run in ended])
+
+    def name_of(self, row: Mapping[str, Any]) -> str:
+        """Return the labels of a row, separated by commas, or "the job" if there are no axes."""
+        return ", ".join(str(row[axis]) for axis in self.axes) or "the job"
 
     # -- comparison ------------------------------------------------------------------------------
 
@@ -165,7 +171,7 @@ class Results:
         return [
             sign * (a.last(name) - share * b.last(name))
             for a, b in zip(self.runs(first), self.runs(second), strict=True)
-            if not (a.diverged or b.diverged)
+            if a.log is not None and b.log is not None
         ]
 
     # -- tables ----------------------------------------------------------------------------------
@@ -210,6 +216,9 @@ class Results:
         The note also says if no learning rate of a search converged.
         """
         notes = tables.lost(self.rows[self.cells.index(cell)])
+        complete = sum(not run.missing for run in self.runs(cell))
+        if complete < len(self.seeds):
+            notes = [f"only {complete} of {len(self.seeds)} seeds are complete", *notes]
         trials = [trial for trial in self.tried if trial.cell == cell]
         no_rate = ["no tried rate converged"] * bool(trials and all(trial.lost for trial in trials))
         return "; ".join([*notes, *no_rate])
@@ -243,6 +252,26 @@ class Results:
         return [f"{spread}; {size}", *late, *self._warnings()]
 
     def _warnings(self) -> list[str]:
+        """Return warnings that this study hardly distinguishes its points, or cannot do so."""
+        warnings = []
+        if min(cell.nodes for cell in self.cells) == 1:
+            warnings.append(
+                "warning: n = 1: a single node exchanges nothing, so that graphs make no "
+                "difference: use at least nodes = 2"
+            )
+        if len(self.seeds) == 1:
+            warnings.append(
+                "warning: one seed: there are no intervals and no test of significance: use at "
+                "least seeds = 3"
+            )
+        if len(self.seeds) == 2:
+            warnings.append(
+                "warning: 2 seeds: intervals have one degree of freedom, and are 12.7 standard "
+                "errors wide on either side: use at least seeds = 3"
+            )
+        return [*warnings, *self._accuracy_warnings()]
+
+    def _accuracy_warnings(self) -> list[str]:
         """Return warnings that the accuracies of this study hardly distinguish its points."""
         if "accuracy" not in self.judge:
             return []

@@ -6,18 +6,20 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 import numpy as np
 
 from mpigossip import config
 from mpigossip.cluster.process import end_with
 from mpigossip.config.errors import Failure, JobError, NonFiniteError
-from mpigossip.config.readable import print_safe
+from mpigossip.config.readable import abbreviate, format_duration, print_safe
 from mpigossip.runs.lock import lock
 from mpigossip.store import StoreError
 from mpigossip.store.hdf5 import replacing, writing
@@ -54,6 +56,19 @@ def _last(values: np.ndarray) -> np.ndarray:
     return values[-max(1, len(values) // WINDOWS) :]
 
 
+def _settings_of(job: config.Job) -> dict[str, Any]:
+    """Return the settings of a job by "section.key", without `run.output`.
+
+    The output is left out, because a folder of complete runs may be copied or moved.
+    """
+    return {
+        f"{section}.{key}": value
+        for section, values in config.as_dict(job).items()
+        for key, value in values.items()
+        if (section, key) != ("run", "output")
+    }
+
+
 Key = tuple[Cell, float | None, int]
 """Key of a run: point of the grid, learning rate (None: the rate of the job), and seed."""
 
@@ -63,12 +78,14 @@ class RunResult:
     """Result of a run of a study."""
 
     log: Log | None
-    """Log of the run; None: the loss became NaN or infinite."""
+    """Log of the run; None: the loss became NaN or infinite, or the run is missing."""
+    missing: bool = False
+    """True if the run is not complete, in the table of an incomplete study."""
 
     @property
     def diverged(self) -> bool:
         """True if the loss became NaN or infinite."""
-        return self.log is None
+        return self.log is None and not self.missing
 
     @property
     def late(self) -> bool:
@@ -85,7 +102,7 @@ class RunResult:
         return last > max((first + min(means)) / 2, NOISE * min(means))
 
     def last(self, name: str) -> float:
-        """Return the final value of a metric of the run, or NaN if the run diverged.
+        """Return the final value of a metric of the run, or NaN if it diverged or is missing.
 
         :param name: name of an entry of the log's summary, or a name in `DERIVED`
         """
@@ -174,6 +191,7 @@ class Runner:
         missing = [key for key, result in results.items() if result is None]
         if missing:
             summary = f"{self.folder}: {len(missing)} of {len(wanted)} runs are missing"
+            summary += self._reasons(missing)
             if self.processes < 1:
                 words = (
                     ["mpigossip", "simulate", str(self.job), *self.run_arguments(k)]
@@ -190,6 +208,34 @@ class Runner:
                 raise Failure("\n".join(failed))
         return {key: result or self._read(key) for key, result in results.items()}
 
+    def complete(self, wanted: Sequence[Key]) -> dict[Key, RunResult]:
+        """Return the results of the runs that are complete, without starting others."""
+        results = {key: self._find_result(key) for key in wanted}
+        return {key: result for key, result in results.items() if result is not None}
+
+    def _reasons(self, missing: Sequence[Key]) -> str:
+        """Return the reasons why runs with a log count as missing, in brackets; "" without any."""
+        counts = Counter(filter(None, map(self._reason, missing)))
+        return f" ({'; '.join(f'{n} {reason}' for reason, n in counts.items())})" if counts else ""
+
+    def _reason(self, key: Key) -> str:
+        """Return the reason why a missing run with a log is not complete; "" if it has no log."""
+        log_file = self.run_directory(key) / "log.h5"
+        if not log_file.exists():
+            return ""
+        try:
+            log = read(log_file, COLUMNS)
+        except StoreError:
+            return "with an unreadable log"
+        if not log.job:
+            return "not finished"
+        wanted = _settings_of(assemble.load(self.job, self.settings(key)))
+        logged = _settings_of(assemble.load(log.job))
+        different = [name for name in wanted | logged if wanted.get(name) != logged.get(name)]
+        if not different:
+            return "not finished"
+        return f"with other settings: {abbreviate(different)}"
+
     def _find_result(self, key: Key) -> RunResult | None:
         """Return the result of a run.
 
@@ -204,7 +250,7 @@ class Runner:
             log = read(folder / "log.h5", COLUMNS)
         except StoreError:
             return None  # the run was killed at its start: start it again
-        if log.job and config.as_dict(assemble.load(log.job)) != config.as_dict(job):
+        if log.job and _settings_of(assemble.load(log.job)) != _settings_of(job):
             # When this run is started again, it reports which settings are different.
             return None
         if (folder / DIVERGED).exists():
@@ -232,6 +278,7 @@ class Runner:
         waiting = list(keys)[::-1]
         running = dict[Key, tuple[subprocess.Popen, float]]()
         failed = []
+        durations: list[float] = []
         try:
             while waiting or running:
                 while waiting and len(running) < self.processes:
@@ -242,9 +289,13 @@ class Runner:
                         del running[key]
                         failed += self._ended(key, process.returncode)
                         done = len(keys) - len(waiting) - len(running)
-                        spent = time.monotonic() - start
+                        now = time.monotonic()
+                        durations.append(now - start)
+                        ages = [now - begin for _, begin in running.values()]
+                        left = remaining_time(durations, ages, len(waiting), self.processes)
                         print_safe(
-                            f"[{done}/{len(keys)}] {self.run_directory(key)}: {spent:.1f} s",
+                            f"[{done}/{len(keys)}] {self.run_directory(key)}: {now - start:.1f} s"
+                            + (f"; about {format_duration(left)} remain" if left else ""),
                             flush=True,
                         )
                 time.sleep(0.02)
@@ -307,6 +358,21 @@ class Runner:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def remaining_time(
+    durations: Sequence[float], ages: Sequence[float], waiting: int, processes: int
+) -> float:
+    """Estimate the remaining time of a study in seconds, from the mean duration of its runs.
+
+    :param durations: duration of each run that has ended, in seconds, at least one
+    :param ages: time since the start of each run in progress, in seconds
+    :param waiting: number of runs that are not started
+    :param processes: largest number of simultaneous runs
+    """
+    mean = sum(durations) / len(durations)
+    work = waiting * mean + sum(max(mean - age, 0.0) for age in ages)
+    return work / max(1, min(processes, waiting + len(ages)))
 
 
 def child() -> None:

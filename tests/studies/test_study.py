@@ -4,7 +4,9 @@ import contextlib
 import itertools
 import math
 import os
+import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -281,11 +283,26 @@ def test_the_command_and_the_function_give_the_same_tables_and_curves(job_folder
     Path("study.toml").write_text(text + "\n".join(lines))
     assert cli.main(["study", "study.toml", "--out", "out"]) == 0
     output = capsys.readouterr().out
-    assert "best by accuracy: " in output and "two & a half" in output
+    best, *equal = re.search("best by accuracy: (.*)", output)[1].split(
+        "; not significantly different from it: "
+    )
+    named = equal[0].split("; ") if equal else []
+    names = {"one, 2", "one, 3", "two & a half, 2", "two & a half, 3"}
+    assert best in names and {*named} <= names - {best}
     files = {path.name for path in Path("out").iterdir() if path.is_file()}
-    assert files == {"lock", "table.csv", "table.tex", "accuracy.png", "loss.png"}
+    figures = {"accuracy", "loss", "accuracy-by-MB"}
+    assert files == {"lock", "table.csv", "table.tex"} | {
+        f"{name}.{suffix}" for name in figures for suffix in ("png", "pdf")
+    }
+    assert {name for name in files if name in output} == files - {"lock"}
+    pdf = Path("out/accuracy-by-MB.pdf").read_bytes()
+    width = float(re.search(rb"/MediaBox \[ ?0 0 ([\d.]+)", pdf)[1])
+    assert width == pytest.approx(3.4 * 72)
+    assert b"/FontFile2" in pdf and b"/Type3" not in pdf
+    assert b"/Subtype /Image" not in pdf
     before = log_times("out")
     study = small({"method": methods}, nodes=[2, 3], settings=settings, output="out")
+    assert len(named) == len(study.ties())
     assert log_times("out") == before
     assert study.axes == ["method", "nodes"]
     assert study.table().splitlines()[0].split()[:2] == ["method", "nodes"]
@@ -318,6 +335,23 @@ def test_a_single_evaluation_is_drawn_as_a_point_with_its_interval():
     low, high = axes.containers[0].lines[2][0].get_segments()[0][:, 1]
     assert low == 0 and high == 1  # the range of an accuracy
     assert axes.containers[0].lines[2][0].get_alpha() is None
+
+
+def test_a_figure_for_a_paper_has_the_width_of_a_column_and_no_title():
+    study = study_of([[run_of(0.5), run_of(0.6)], [run_of(0.7), run_of(0.8)]])
+    for run in itertools.chain(*(study.runs(cell) for cell in study.cells)):
+        run.log.job += "[task]\nname = 'classification'\n"
+        run.log.steps["bytes_sent"] = np.full((40, 3), 1e6) * np.arange(1, 41)[:, None]
+    paper = study.plot("accuracy", "bytes", width=3.4)
+    (axes,) = paper.axes
+    assert paper.get_size_inches()[0] == 3.4 and paper.get_suptitle() == ""
+    assert axes.get_xlabel() == "MB sent per node" and axes.get_ylabel() == "test accuracy"
+    assert axes.xaxis.label.get_size() == 8 and axes.get_legend().get_texts()[0].get_size() == 7
+    assert axes.lines[0].get_xdata()[-1] == pytest.approx(40)
+    screen = study.plot("loss")
+    assert screen.axes[0].get_ylabel() == "test loss (nat)"
+    assert screen.get_suptitle().startswith("n = 3, mean of 2 seeds")
+    assert screen.get_size_inches()[0] == 5.4 and screen.axes[0].lines[0].get_linewidth() == 1.8
 
 
 @on_each(
@@ -358,6 +392,29 @@ def test_accuracies_near_chance_and_wide_intervals_are_reported():
     assert "0.11 is near chance (1/10)" in near
     (wide,) = warnings(0.5, 0.9, 0.7)
     assert "1 of 1 intervals exceed ± 0.1" in wide
+
+
+def test_few_seeds_and_a_single_node_are_reported():
+    def warnings(study):
+        return [line for line in study.table().splitlines() if line.startswith("warning: ")]
+
+    (one,) = warnings(study_of([[run_of(0.9)]]))
+    assert "one seed: there are no intervals and no test" in one and "seeds = 3" in one
+    (two,) = warnings(study_of([[run_of(0.97), run_of(0.971)]]))
+    assert "2 seeds: intervals have one degree of freedom" in two and "12.7" in two
+    assert warnings(study_of([[run_of(0.97), run_of(0.971), run_of(0.97)]])) == []
+    point = Cell((), (), 1)
+    runs = {(point, None, seed): run_of(0.97) for seed in range(3)}
+    (alone,) = warnings(Study([point], {point: None}, range(3), runs, None, (), {}, Path()))
+    assert alone.startswith("warning: n = 1: a single node exchanges nothing")
+
+
+def test_an_error_in_the_settings_of_a_point_names_the_point(job_folder):
+    methods = {"good": "graph.name=ring", "Misspelt": "graph.name=rnig"}
+    with pytest.raises(JobError, match=r'^Misspelt_n3: graph.name = "rnig": unknown graph; did'):
+        small({"method": methods})
+    with pytest.raises(JobError, match=r'^graph.name = "rnig": unknown graph'):  # of all points
+        small({"algorithm.name": ["dsgd"]}, settings=[*SMALL, "graph.name=rnig"])
 
 
 def run_of(accuracy, loss=0.5, late=False, sent=12345678):
@@ -419,6 +476,38 @@ def test_no_row_is_bold_if_all_are_equal_and_a_column_has_equal_decimals():
     assert [line.split()[-1] for line in sent.splitlines()[1:3]] == ["9.877", "123.457"]
 
 
+def test_the_complete_runs_of_a_study_have_a_table_and_a_copied_folder_is_complete(
+    job_folder, capsys
+):
+    with pytest.raises(Failure, match="none of 4 runs is complete"):
+        small(partial=True)
+    small({"algorithm.name": ["dsgd"], "graph.name": ["ring"]})
+    small({"algorithm.name": ["dmsgd"], "graph.name": ["ring"]}, seeds=1)
+    capsys.readouterr()
+    table = small(partial=True)
+    assert [row["seeds"] for row in table.rows] == [2, 1]
+    assert [row["diverged"] for row in table.rows] == [0, 0]
+    assert "only 1 of 2 seeds are complete" in table.table()
+    assert "diverged" not in table.table() and table.ties() == []
+    table.plot()
+    assert len(small(partial=True, seeds=1).rows) == 2
+    assert capsys.readouterr().out == ""
+    shutil.copytree("runs/study-job", "copied")
+    assert small(partial=True, output="copied").table() == table.table()
+    lines = [f"{name} = {values!r}" for name, values in GRID.items()]
+    text = f'job = "job.toml"\nnodes = 3\nseeds = 2\nsettings = {SMALL!r}\n[grid]\n'
+    Path("study.toml").write_text(text + "\n".join(lines))
+    assert cli.main(["study", "study.toml", "--partial"]) == 0
+    assert capsys.readouterr().out == f"{table.table()}\n"
+    with pytest.raises(Failure, match=r"4 of 4 runs are missing \(3 with other settings: run.ep"):
+        small(settings=[*SMALL, "run.epochs=3"], processes=0)
+
+
+def test_the_remaining_time_follows_from_the_mean_duration():
+    assert running.remaining_time([10, 20], [5], waiting=3, processes=2) == (3 * 15 + 10) / 2
+    assert running.remaining_time([10], [30], waiting=0, processes=8) == 0
+
+
 class EndingRunner(Runner):
     """Runner whose runs end at once with a code; `started` are their folders."""
 
@@ -443,8 +532,9 @@ def test_ends_of_runs(job_folder, capsys):
         EndingRunner(
             "failed", 1, "mpigossip: the loss of node 3 is in the text of another failure"
         ).fill(keys)
-    first, *_ = capsys.readouterr().out.splitlines()
+    first, ended, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("failed: 3 of 3 runs are missing; up to 2 ")
+    assert re.fullmatch(r"\[1/3\] failed/.*: [\d.]+ s; about .* remain", ended)
     runner = EndingRunner("lost", running.LOST, "mpigossip: anything")
     with pytest.raises(Failure, match="its log is not complete"):  # it does not exist
         runner.fill(keys)
@@ -529,6 +619,8 @@ def test_a_table_explains_its_numbers_and_lists_diverged_runs():
     assert comments.splitlines() == [
         "% ±: half the 95 % interval of the mean of 2 seeds (Student's t); n = 3, 40 steps",
         "% diverged late: the training loss rose again by over half of its decrease",
+        "% warning: 2 seeds: intervals have one degree of freedom, and are 12.7 standard errors "
+        "wide on either side: use at least seeds = 3",
         "% warning: 3 of 5 intervals exceed ± 0.1: use more seeds, train longer, or use an easier "
         "problem (model.name=mlp)",
         "% bold: not significantly different from the best accuracy (paired Dunnett's test)",
@@ -552,10 +644,13 @@ def test_a_table_explains_its_numbers_and_lists_diverged_runs():
     text = study.table().splitlines()
     assert [line.endswith("12.35") for line in text[1:3]] == [True, True]
     assert text[3].endswith("  †") and text[6] == "† 2 of 2 diverged late; no tried rate converged"
-    assert text[9:] == [line.removeprefix("% ") for line in comments.splitlines()[:3]]
+    assert text[9:] == [line.removeprefix("% ") for line in comments.splitlines()[:4]]
     single = study_of([[run_of(0.9)]]).table("latex")
     assert single.startswith(
-        "% one seed, no intervals; n = 3, 40 steps\n% bold: the best accuracy\n"
+        "% one seed, no intervals; n = 3, 40 steps\n"
+        "% warning: one seed: there are no intervals and no test of significance: use at least "
+        "seeds = 3\n"
+        "% bold: the best accuracy\n"
     )
     assert r"$\mathbf{0.9000}$" in single
 

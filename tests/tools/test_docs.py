@@ -164,7 +164,7 @@ def test_the_study_of_tutorial_3_prints_the_tables_on_its_page(tmp_path, monkeyp
     )
     assert done.returncode == 0 and (tmp_path / "accuracy.png").exists(), done.stderr
     assert "warning" not in done.stdout + done.stderr
-    shown = re.search(r"^```\n(method .*?)^```$", PAGES["tutorial-study"], re.S | re.M)[1]
+    shown = re.search(r"^```\n(method +graph .*?)^```$", PAGES["tutorial-study"], re.S | re.M)[1]
     points = POINT.findall(shown)
     assert len(points) == 4
     for point, expected in zip(POINT.findall(done.stdout), points, strict=True):
@@ -172,6 +172,33 @@ def test_the_study_of_tutorial_3_prints_the_tables_on_its_page(tmp_path, monkeyp
         assert float(point[2]) == pytest.approx(float(expected[2]), abs=float(expected[3]))
     printed = re.sub(r"[\d.]+", "", done.stdout)
     assert re.sub(r"[\d.]+", "", shown) in printed, "the lines have another form"
+
+
+PAPER = re.compile(r"^(A|R|S|O)(.*?)  +([\d.]+) ± ([\d.]+) .* ([\d.]+)$", re.MULTILINE)
+"""Row of the first table of tutorial 3: label, accuracy with its interval, MB per node."""
+
+
+@pytest.mark.every
+def test_the_study_from_a_file_prints_the_table_and_writes_the_files_of_tutorial_3(
+    tmp_path, monkeypatch, capsys
+):
+    """On another type of processor, accuracies may differ within the intervals."""
+    page = PAGES["tutorial-study"]
+    (study,) = blocks("tutorial-study", "toml")
+    monkeypatch.chdir(tmp_path)
+    Path("paper.toml").write_text(study)
+    assert cli.main(["study", "paper.toml"]) == 0
+    printed = capsys.readouterr().out
+    points = PAPER.findall(re.search(r"^```\n(method +accuracy .*?)^```$", page, re.S | re.M)[1])
+    assert len(points) == 4
+    for point, expected in zip(PAPER.findall(printed), points, strict=True):
+        assert point[:2] == expected[:2] and point[4] == expected[4]
+        assert float(point[2]) == pytest.approx(float(expected[2]), abs=float(expected[3]))
+    (files,) = re.findall(r"^runs/paper: (table.*)$", page, re.MULTILINE)
+    assert f"runs/paper: {files}\n" in printed
+    rows = re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE)
+    assert {*files.split(", ")} == {*re.findall(r"`([\w-]+\.\w+)`", " ".join(rows))}
+    assert all(Path("runs/paper", name).exists() for name in files.split(", "))
 
 
 SHELL = [
