@@ -245,7 +245,9 @@ class Results:
         size = f"n = {', '.join(map(str, nodes))}"
         if steps:
             size += f", {' to '.join(map(str, sorted({min(steps), max(steps)})))} steps"
-        half = f"±: half the {100 * LEVEL:.0f} % interval of the mean of {len(self.seeds)} seeds"
+        up_to = "up to " if any(row["seeds"] < len(self.seeds) for row in self.rows) else ""
+        seeds = f"{up_to}{len(self.seeds)} seeds"
+        half = f"±: half the {100 * LEVEL:.0f} % interval of the mean of {seeds}"
         spread = f"{half} (Student's t)" if len(self.seeds) > 1 else "one seed, no intervals"
         late = ["diverged late: the training loss rose again by over half of its decrease"]
         late = late * any(row["late"] for row in self.rows)
@@ -259,12 +261,13 @@ class Results:
                 "warning: n = 1: a single node exchanges nothing, so that graphs make no "
                 "difference: use at least nodes = 2"
             )
-        if len(self.seeds) == 1:
+        seeds = {row["seeds"] for row in self.rows}
+        if 1 in seeds:
             warnings.append(
                 "warning: one seed: there are no intervals and no test of significance: use at "
                 "least seeds = 3"
             )
-        if len(self.seeds) == 2:
+        if 2 in seeds:
             warnings.append(
                 "warning: 2 seeds: intervals have one degree of freedom, and are 12.7 standard "
                 "errors wide on either side: use at least seeds = 3"

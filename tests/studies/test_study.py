@@ -488,6 +488,8 @@ def test_the_complete_runs_of_a_study_have_a_table_and_a_copied_folder_is_comple
     assert [row["seeds"] for row in table.rows] == [2, 1]
     assert [row["diverged"] for row in table.rows] == [0, 0]
     assert "only 1 of 2 seeds are complete" in table.table()
+    assert "of the mean of up to 2 seeds" in table.table()
+    assert "warning: one seed: " in table.table()
     assert "diverged" not in table.table() and table.ties() == []
     table.plot()
     assert len(small(partial=True, seeds=1).rows) == 2
