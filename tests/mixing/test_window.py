@@ -13,7 +13,7 @@ from mpigossip import graphs
 from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from tests.cases import catching, every, some, with_world
-from tests.launch import REPO, Launch
+from tests.launch import REPO, Launch, patience
 from tests.mixing.window_operations import Result, find_errors, random_operations
 
 pytestmark = pytest.mark.both
@@ -167,7 +167,7 @@ def overwrites(world, seconds, wanted, width):
 
 
 def test_values_are_read_as_a_whole_and_in_order(ranks):
-    for errors, _, new in ranks(3)(overwrites, 3, 3, 1 << 14, timeout=90):
+    for errors, _, new in ranks(3)(overwrites, 3 * patience(), 3, 1 << 14, timeout=120):
         assert not errors and new > 10
 
 

@@ -31,11 +31,12 @@ WIDTH = 80
 
 EXPLAINED = (
     "ms/step: average step on each number of nodes. hidden: part of the exchange that overlaps "
-    "with computing. MB/step: bytes that a node sends in an average step. epoch: one pass over "
-    "the data. Indented rows change the cadence or the wire of the graph above them. all-reduce is "
-    "PyTorch's DistributedDataParallel, which sends buckets during the last backward pass."
+    "with computing. MB/step: bytes that a node sends in an average step.{epoch} Indented rows "
+    "change the cadence or the wire of the graph above them. all-reduce is PyTorch's "
+    "DistributedDataParallel, which sends buckets during the last backward pass."
 )
-"""Explanation of the tables."""
+"""Explanation of the tables; `EPOCH` takes the place of {epoch} if they have such columns."""
+EPOCH = " epoch: one pass over the data."
 PROPOSED = "`mpigossip plan … --best` proposes graph, algorithm, H and wire"
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
 """Units of the time of a training in the plot, each with its length in seconds."""
@@ -76,7 +77,11 @@ def text(
         [labels[c], *_details(row_of[c, last])[: len(head)]] for c in shown if (c, last) in row_of
     ]
     lines = [*_head(what, machine, note), aligned(steps), "", aligned(details), ""]
-    lines += [*_wrapped(EXPLAINED), "", *_wrapped(PROPOSED)]
+    lines += [
+        *_wrapped(EXPLAINED.format(epoch=EPOCH if what.samples else "")),
+        "",
+        *_wrapped(PROPOSED),
+    ]
     return "\n".join(lines)
 
 
