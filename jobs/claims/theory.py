@@ -9,8 +9,9 @@ then averaging; AWC makes both at once.
 
 T* is the number of *transient iterations*, as in the exponential-graph paper (Ying et al. 2021,
 arXiv 2110.13363): for all T > T*, T steps at the learning rate √(n/T) end with at most twice the
-mean square distance to the optimum that parallel SGD has. At a small rate γ, the error becomes stationary after about 1/γ steps. Let γ* be the rate
-at which the error in excess of parallel SGD's equals the error of parallel SGD. Then T* = n/γ*².
+mean square distance to the optimum that parallel SGD has. At a small rate γ, the error becomes
+stationary after about 1/γ steps. Let γ* be the rate at which the error in excess of parallel SGD's
+equals the error of parallel SGD. Then T* = n/γ*².
 
 There are three kinds of data. "noise": all b_i are 0. "random": the b_i are drawn at random.
 "smooth": b_i is proportional to cos(2π i/n). For the last two, the b_i have the mean 0 and the mean
@@ -58,11 +59,12 @@ LARGEST = 0.9
 """Largest learning rate that is tried; γ < 2 is stable here."""
 READING = """
 The exponents of the exponential-graph paper are upper bounds: they use the slowest mode for all
-modes. "Smooth" data differ along the slowest mode of the ring only, and T* reaches the bound n¹¹ on the ring; for "random"
-data, T* grows as n⁹ on the ring for large n. For "noise", T* depends on the mean of λ²/(1 − λ²)
-over the modes, which grows as n on a ring, and not as n²: T* grows as n⁵ instead of n⁷ for large n.
-The logarithmic factors of the grid are steep at these sizes. For "noise", the grid still needs
-fewer iterations than the one-peer sequence, whose T* has a larger constant and a smaller slope."""
+modes. "Smooth" data differ along the slowest mode of the ring only, and T* reaches the bound n¹¹ on
+the ring; for "random" data, T* grows as n⁹ on the ring for large n. For "noise", T* depends on the
+mean of λ²/(1 − λ²) over the modes, which grows as n on a ring, and not as n²: T* grows as n⁵
+instead of n⁷ for large n. The logarithmic factors of the grid are steep at these sizes. For
+"noise", the grid still needs fewer iterations than the one-peer sequence, whose T* has a larger
+constant and a smaller slope."""
 DATA = ("noise", "random", "smooth")
 
 
