@@ -104,7 +104,7 @@ def searched_page(runs: Sequence[Line]) -> str:
 
 
 class Parity(NamedTuple):
-    """Row of a method for which the runs of all seeds are stored.
+    """Row of a method of which the runs of all seeds have ended without diverging.
 
     ``above`` has the percentages by which its losses exceed the losses of parallel SGD, one per
     seed.
@@ -166,9 +166,10 @@ def finalist_and_controls(
 
 
 def parities(runs: Sequence[Line], model: str) -> list[Parity]:
-    """Return the rows of those methods for which the runs of all seeds are stored.
+    """Return a row for the finalist of the search and for each control, if all seeds have ended.
 
-    The result is empty if the search is not finished, or if runs of parallel SGD are missing.
+    Methods of which a run is missing or has diverged are left out. The result is empty if the
+    search is not finished, or if a run of parallel SGD is missing or has diverged.
     """
     finalist = search_result(model, runs)
     if finalist is None:

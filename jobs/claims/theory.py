@@ -3,19 +3,24 @@
     python jobs/claims/theory.py --out jobs/claims/THEORY.md        # two minutes
 
 Node i minimizes f_i(x) = ½ ‖x − b_i‖², in float64, by the package's methods in its simulator. The
-gradient noise has standard deviation σ = 1 per coordinate; the b_i have mean square ζ² = 1 per
-coordinate over the nodes. With a doubly stochastic W, the mean model x̄ is exactly the model of
-parallel SGD, so that one run measures both.
+gradient noise has standard deviation σ = 1 per coordinate. With a doubly stochastic W, the mean
+model x̄ is exactly the model of parallel SGD, so that one run measures both. ATC is a local step,
+then averaging; AWC makes both at once.
 
-T* is the number of *transient iterations*, as in the papers: for all T > T*, T steps at the
-learning rate √(n/T) end with at most twice the mean square distance to the optimum that parallel
-SGD has. At a small rate γ, the error becomes stationary after about 1/γ steps. Let γ* be the rate
-at which the error in excess of parallel SGD's equals the error of parallel SGD. Then T* = n/γ*².
+T* is the number of *transient iterations*, as in the exponential-graph paper (Ying et al. 2021,
+arXiv 2110.13363): for all T > T*, T steps at the learning rate √(n/T) end with at most twice the
+mean square distance to the optimum that parallel SGD has. At a small rate γ, the error becomes
+stationary after about 1/γ steps. Let γ* be the rate at which the error in excess of parallel SGD's
+equals the error of parallel SGD. Then T* = n/γ*².
 
-There are three kinds of data. "noise": all b_i are equal. "random": the b_i are drawn at random.
-"smooth": b_i = cos(2π i/n). For the last two, only the error of parallel SGD includes gradient
+There are three kinds of data. "noise": all b_i are 0. "random": the b_i are drawn at random.
+"smooth": b_i is proportional to cos(2π i/n). For the last two, the b_i have the mean 0 and the mean
+square ζ² = 1 per coordinate over the nodes, and only the error of parallel SGD includes gradient
 noise. J is the matrix whose entries are all 1/n, X has a row for each node, and X̄ = J X. The
-"slope" is the power of n that fits the measured T* best; the column "paper" is the paper's bound.
+"slope" is the power of n that fits the measured T* best; the column "paper" is the bound of the
+exponential-graph paper. The column "theorem, at most" is the bound for CHOCO (Koloskova, Stich,
+Jaggi 2019, theorem 2). A mode is an eigenvector of W, and λ is its eigenvalue; the slowest mode has
+the largest |λ| below 1.
 "none" in a table means that the error is at most twice the error of parallel SGD at every rate
 up to 0.9.
 """
@@ -53,12 +58,13 @@ SEED = 0
 LARGEST = 0.9
 """Largest learning rate that is tried; γ < 2 is stable here."""
 READING = """
-The paper's exponents are upper bounds: they use the slowest of the n modes for all modes.
-"Smooth" data differ along that mode only, and T* reaches the bound n¹¹ on the ring; for "random"
-data, T* grows as n⁹ on the ring for large n. For "noise", T* depends on the mean of λ²/(1 − λ²)
-over the modes, which grows as n on a ring, and not as n²: T* grows as n⁵ instead of n⁷ for large n.
-The logarithmic factors of the grid are steep at these sizes. For "noise", the grid still needs
-fewer iterations than the one-peer sequence, whose T* has a larger constant and a smaller slope."""
+The exponents of the exponential-graph paper are upper bounds: they use the slowest mode for all
+modes. "Smooth" data differ along the slowest mode of the ring only, and T* reaches the bound n¹¹ on
+the ring; for "random" data, T* grows as n⁹ on the ring for large n. For "noise", T* depends on the
+mean of λ²/(1 − λ²) over the modes, which grows as n on a ring, and not as n²: T* grows as n⁵
+instead of n⁷ for large n. The logarithmic factors of the grid are steep at these sizes. For
+"noise", the grid still needs fewer iterations than the one-peer sequence, whose T* has a larger
+constant and a smaller slope."""
 DATA = ("noise", "random", "smooth")
 
 

@@ -67,7 +67,11 @@ class LoggedRun:
 
     @property
     def metrics(self) -> list[str]:
-        """Names of the task's metrics besides the loss; accuracy comes first if it exists."""
+        """Names of the metrics of the evaluations besides the loss, with "accuracy" first.
+
+        If there are none, as for a custom loop, these are the names of the columns of steps that
+        the task or the program has added.
+        """
         return metrics_in(self.log.evaluations) or own_columns(self.log)
 
     def unit(self, name: str) -> str:

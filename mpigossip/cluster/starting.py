@@ -189,10 +189,7 @@ class RankStart:
 
 
 def _ranks_in(host_folder: Path) -> dict[int, StartedRank]:
-    """Return an entry for each rank whose file is in ``host_folder``, by rank.
-
-    If ``host_folder`` is not a folder, return none.
-    """
+    """Return the ranks that have a file in ``host_folder``, by rank; {} if it is not a folder."""
     ranks: dict[int, StartedRank] = {}
     with contextlib.suppress(OSError):
         for file in host_folder.iterdir():

@@ -121,16 +121,19 @@ def waits_elsewhere(own: Report, other: Report) -> bool:
 
 
 def departed_code(own: Report, other: Report, now: float) -> int | None:
-    """Return the exit code of a rank that will never come to this rank's call, or None if it may.
+    """Return the exit code of a rank that will never come to this rank's call; None otherwise.
 
-    Such a rank has departed, or it waits in another call. The code is 0 if it is not known, and for
-    a rank that waits in another call. A rank that closes its world will come while this rank ends
-    its loop or world, too, because both take part in the same collective calls. A rank with more
-    steps than this rank has already taken part in this step.
+    Such a rank has departed, or it waits in another call. The result is None until
+    `DEPARTURE_GRACE_S` seconds after its report, because messages that it sent before may still
+    arrive. The code is 0 if it is not known, and for a rank that waits in another call.
+
+    Two kinds of ranks do not count: a rank that closes its world, while this rank ends its loop or
+    world, too, because both then take part in the same collective calls; and, during a step, a rank
+    with more steps than this rank, because it has already taken part.
 
     :param own: state of this rank
     :param other: last report of the other rank
-    :param now: current time, by `time.monotonic`
+    :param now: current time, by `time.monotonic`, from which the age of the report is computed
     """
     if other.status > CLOSING and not waits_elsewhere(own, other):
         return None

@@ -157,7 +157,13 @@ class World:
         """
 
     def shrink(self) -> None:
-        """Turn this world into the world of the survivors of a rank failure."""
+        """Turn this world into the world of the survivors of a rank failure.
+
+        All survivors must call this. A world of one process does nothing.
+
+        :raises WaitTimeoutError: if a survivor does not call this within the time limit
+        :raises RuntimeError: if this world is a part of another world
+        """
 
     def is_rank_failure(self, error: BaseException) -> bool:
         """Return whether ``error`` reports a rank failure that the other ranks can survive.

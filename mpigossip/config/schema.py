@@ -116,7 +116,11 @@ def _options_schema(
 
 
 def _has_name(key: str, condition: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a section whose name fulfils ``condition``."""
+    """Return the schema of a section that has the setting ``key`` with a permitted value.
+
+    :param key: setting that holds the name
+    :param condition: schema of the permitted values
+    """
     return {"properties": {key: condition}, "required": [key]}
 
 

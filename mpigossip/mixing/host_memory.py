@@ -29,8 +29,11 @@ class SharedOutboxes:
     notification before it writes to its outbox again. ``Win.Sync`` orders memory accesses and
     notifications. READY also means that the result area of the rank is free. If two ranks average
     only with each other, each of them writes one half of the result to the result area of one of
-    them, where both read it. In parameters of methods, ranks are numbers of the mixer, ranks on
-    other hosts are ignored, and ``t`` is the number of the round.
+    them, where both read it.
+
+    Methods take the ranks of the mixer, and not of the host's communicator, except
+    :meth:`wait_half`. In sequences of ranks, ranks on other hosts are ignored; a single rank must
+    be on this host. ``t`` is the number of the round.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], nbytes: int, timeout_s: float):

@@ -109,7 +109,10 @@ class Tally:
 
 
 def shares(spent: Sequence[Mapping[str, float]], samples: int) -> dict[str, float]:
-    """Return the seconds by purpose, as means over ranks, and the samples per second of their sum.
+    """Return the mean over ranks of the seconds of each purpose, and the rate of training.
+
+    The rate has the key "samples_per_second": it is ``samples`` divided by the sum of these means,
+    or 0 if the sum is 0.
 
     :param spent: for each rank, its seconds by purpose
     :param samples: number of samples that all ranks together have trained

@@ -176,7 +176,14 @@ class LogWriter:
                 _column(file["steps"], name, column, per_node=True)
 
     def widen(self, columns: Mapping[str, Column]) -> None:
-        """Add columns to the steps; their entries are unknown in rows that exist already."""
+        """Add the columns that the log lacks to the steps.
+
+        In rows that exist already, they contain `Column.unknown`.
+
+        :param columns: columns by name; columns that exist already are not changed
+        :raises LogGone: if the log was deleted or overwritten
+        :raises StoreError: if writing fails
+        """
         new = {name: column for name, column in columns.items() if name not in self.columns}
         if new:
             with self._changing() as file:

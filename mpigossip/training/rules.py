@@ -103,7 +103,10 @@ class CustomLoop(NamedTuple):
 
 
 class Membership(NamedTuple):
-    """Job that members train, and its parts; None if members can't train its algorithm."""
+    """Job that is checked for training by members, and its parts.
+
+    ``parts`` is None if members can't train the algorithm of the job.
+    """
 
     job: Job
     parts: JobParts | None

@@ -389,7 +389,10 @@ def test_a_gpu_gives_the_time_of_update_and_node_averages(capsys):
 def test_gpus_that_are_unknown_or_not_counted_are_rejected(capsys):
     for words, said in (
         (["--gpu", "h101"], '--gpu "h101" is unknown; did you mean "h100"'),
-        (["--gpu", "h100", "algorithm.name=dsgt"], "the step of dsgt atc sgd was not counted"),
+        (
+            ["--gpu", "h100", "algorithm.name=dsgt"],
+            "no byte counts for the algorithm, style and local step dsgt atc sgd",
+        ),
     ):
         assert main(["plan", *EXAMPLE, *words]) == 2
         assert said in capsys.readouterr().err

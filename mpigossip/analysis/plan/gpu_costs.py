@@ -118,11 +118,11 @@ def update_of(job: Job) -> Update:
     """
     key = job.algorithm.name, style_of(job), local_step(job)
     if key not in UPDATES:
-        counted = "; ".join(" ".join(filter(None, known)) for known in UPDATES)
+        counted = ", ".join(" ".join(filter(None, known)) for known in UPDATES)
         name = " ".join(filter(None, key))
         raise JobError(
-            f"--gpu: the step of {name} was not counted, but {counted} were; pass its time by "
-            "--update instead of --gpu"
+            f"--gpu has no byte counts for the algorithm, style and local step {name}, only for: "
+            f"{counted}. Pass the time of the update by --update T instead of --gpu"
         )
     return UPDATES[key]
 
