@@ -49,6 +49,8 @@ _devices = "auto"
 
 mpi_process: int | None = None
 """ID of the process in which a world started or found MPI; None before the first world."""
+_is_fork = False
+"""True in a process that Python has forked from the one that MPI belongs to."""
 
 
 def is_fork() -> bool:
@@ -57,7 +59,20 @@ def is_fork() -> bool:
     A fork inherits MPI's connections and windows, but MPI knows one process only: messages that
     the fork sends or receives are then missing in the parent process.
     """
-    return mpi_process is not None and os.getpid() != mpi_process
+    return _is_fork
+
+
+def _note_fork() -> None:
+    """Store in a new fork whether MPI belongs to its parent.
+
+    Python calls this in each fork, so that :func:`check_process`, which each notification calls,
+    needs no system call.
+    """
+    global _is_fork
+    _is_fork = mpi_process is not None
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 def own_mpi() -> None:
@@ -75,7 +90,7 @@ def check_process() -> None:
 
     :raises JobError: if this process is a fork of the process that MPI belongs to
     """
-    if is_fork():
+    if _is_fork:
         raise JobError(
             f"process {os.getpid()} is a fork of process {mpi_process}, which opened the world: a "
             'fork must not use the world, Gossip or Averager; start processes with the "spawn" or '

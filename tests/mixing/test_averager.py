@@ -14,6 +14,7 @@ from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.graphs import GraphError
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
+from mpigossip.mixing.kernels import native
 from mpigossip.mixing.simulated import Simulated
 from tests.cases import catching, some, with_world
 from tests.launch import REPO
@@ -264,6 +265,26 @@ def test_the_page_s_average_runs_as_pasted(pooled, tmp_path):
     done = pooled(4, "average.py")
     lines = re.findall(r"node \d: [\d.]+", done.stdout)  # ranks may share a line
     assert sorted(lines) == [f"node {i}: 1.5" for i in range(4)], done
+
+
+@with_world
+def averages_while_meta_is_the_default(world, kind):
+    """Return an average of ranks that was computed while tensors are made on "meta" by default."""
+    x = np.full(40, world.rank, np.float32)
+    x = torch.from_numpy(x) if kind == "torch" else x
+    averager = mpigossip.Averager(world, "complete", like=x)
+    native.library.cache_clear()  # The first sum of a process loads the library.
+    torch.set_default_device("meta")
+    try:
+        return np.array(averager.average(x))
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_an_average_needs_no_default_device(ranks, kind):
+    for result in ranks(2)(averages_while_meta_is_the_default, kind):
+        assert (result == 0.5).all()
 
 
 def test_masked_arrays_are_rejected():

@@ -186,6 +186,7 @@ class Averager:
         :raises JobError: if the arrays do not hold integers, or do not match ``like``
         :raises WaitTimeoutError: if a node does not send within ``world.timeout_s`` seconds
         """
+        check_default_device("Averager.sum()")
         self._check_open("sum", x, out)
         if not self._form.is_integer:
             raise JobError(
@@ -213,6 +214,7 @@ class Averager:
         :raises JobError: if the arrays hold integers, or do not match ``like``
         :raises WaitTimeoutError: if a node does not send within ``world.timeout_s`` seconds
         """
+        check_default_device("Averager.mean()")
         mixer = self._ready("mean", x, out)
         form = self._form
         row = torch.zeros(1, *mixer.layout.widths, dtype=mixer.layout.dtype, device=form.device)
@@ -248,7 +250,6 @@ class Averager:
         :param out: array for the result; None: there is none
         :raises JobError: if this object is closed, or an array does not match ``like``
         """
-        check_default_device(f"Averager.{call}()")
         if self._closed:
             raise JobError(
                 f"{call}: this Averager is closed, because close() was called, or its with block "
@@ -309,6 +310,7 @@ class Averager:
         :param x: array to send
         :raises JobError: as :meth:`exchange`
         """
+        check_default_device(f"Averager.{call}()")
         self._check_open(call, x)
         self._check_round(call)
         rank = self._world.rank

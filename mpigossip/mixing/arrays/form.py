@@ -75,12 +75,7 @@ class ArrayForm:
         :raises JobError: if an array has another form, or ``out`` cannot be written
         """
         for array in (*arrays, out):
-            if array is not None and (
-                torch.is_tensor(array) is not self.is_tensor
-                or getattr(array, "dtype", None) != self.numpy_dtype
-                or array.shape != self.shape
-                or not has_values(array)
-            ):
+            if array is not None and not self._fits(array):
                 raise JobError(
                     f"{call}: an array is {describe(array)}; this {self._owner} was made for "
                     f"{'torch' if self.is_tensor else 'numpy'} arrays of {self.numpy_dtype} and "
@@ -95,6 +90,15 @@ class ArrayForm:
                 f"{call}: out is read-only or expanded (its elements share memory), so that it "
                 "can't be written; give a copy of it"
             )
+
+    def _fits(self, array: Any) -> bool:
+        """Return whether an array has this kind, dtype and shape, and holds all of its values."""
+        return (
+            isinstance(array, torch.Tensor if self.is_tensor else np.ndarray | np.generic)
+            and array.dtype == self.numpy_dtype
+            and array.shape == self.shape
+            and has_values(array)
+        )
 
     def flatten(self, array: Any) -> torch.Tensor:
         """Return the values as a new contiguous tensor (p,) in host memory."""

@@ -58,7 +58,8 @@ def check_default_device(call: str) -> None:
     :param call: public call that is checked, for the message
     :raises JobError: if torch's default device is "meta"
     """
-    if torch.get_default_device().type == "meta":
+    # This takes a fifth of the time of torch.get_default_device().
+    if torch.empty(0).is_meta:
         raise JobError(
             f'{call}: torch\'s default device is "meta", on which tensors have no values; call '
             'torch.set_default_device("cpu") first, or build models inside '

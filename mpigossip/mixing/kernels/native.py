@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ FLAGS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC")
 STREAMED = 1 << 20
 """A result with at least this number of elements is written to memory without the cache, which
 could not hold it."""
+CACHED_CALLS = 1024
+"""Number of sums whose arguments for C are kept in memory."""
 COMPILE_S = 60.0
 """Time limit of the compiler, in seconds."""
 WAIT_S = 150.0
@@ -100,12 +102,24 @@ def _call(
     :param targets: addresses to which the result is written
     :param count: number of elements of each array
     """
+    arguments = _arguments(tuple(weights), tuple(sources), tuple(targets), count)
+    kernel.mpigossip_sum(*arguments)
+
+
+@lru_cache(CACHED_CALLS)
+def _arguments(
+    weights: tuple[float, ...], sources: tuple[int, ...], targets: tuple[int, ...], count: int
+) -> tuple[Any, ...]:
+    """Return the arguments of the C function; the parameters are described in :func:`_call`.
+
+    Rounds repeat the same few sums, and making the arrays for C takes longer than a small sum.
+    """
     terms = len(sources)
-    kernel.mpigossip_sum(
+    return (
         (ctypes.c_void_p * terms)(*sources),
         (ctypes.c_float * terms)(*weights),
         terms,
-        list(weights).count(weights[0]) == terms,
+        weights.count(weights[0]) == terms,
         (ctypes.c_void_p * len(targets))(*targets),
         len(targets),
         ctypes.c_size_t(count),
@@ -308,14 +322,15 @@ def _computes_torch_bits(kernel: Any) -> bool:
     The test sums two and three arrays with equal weights, and three with different ones.
     """
     draw = torch.Generator().manual_seed(0)
-    arrays = [torch.randn(67, generator=draw) for _ in range(3)]
+    # A program may have made another device than the CPU torch's default device.
+    arrays = [torch.randn(67, generator=draw, device="cpu") for _ in range(3)]
     a, b, c = arrays
     expected = {
         (0.5, 0.5): (a + b) * 0.5,
         (1 / 3,) * 3: (a + b + c) * (1 / 3),
         (0.2, 0.5, 0.3): a * 0.2 + b * 0.5 + c * 0.3,
     }
-    out = torch.empty(67)
+    out = torch.empty(67, device="cpu")
     for weights, expected_sum in expected.items():
         sources = [array.data_ptr() for array in arrays[: len(weights)]]
         _call(kernel, weights, sources, [out.data_ptr()], 67)
