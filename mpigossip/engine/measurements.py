@@ -46,8 +46,8 @@ class StepMetrics:
     """Consensus distance; NaN if it was not measured."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by activity, as in the log: compute_s (forward and backward passes), node_s
-    (averaging and gathering within the node), exchange_s (exchange with other nodes) and idle_s
-    (waiting for other nodes).
+    (averaging and gathering within the node), exchange_s (local step, and exchange with other
+    nodes) and idle_s (waiting for other nodes).
     """
     bytes_sent: list[int] = field(default_factory=list)
     """Bytes that each row has sent to other nodes since the start of the run."""

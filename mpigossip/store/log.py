@@ -69,7 +69,7 @@ COLUMNS = {
     "samples_per_second": Column("1/s", "training samples of the node per second"),
     "compute_s": Column("s", "time of forward and backward passes"),
     "node_s": Column("s", "time of averaging and gathering within the node"),
-    "exchange_s": Column("s", "time of sending, receiving and averaging between nodes"),
+    "exchange_s": Column("s", "time of the local step and of the exchange between nodes"),
     "idle_s": Column("s", "time of waiting for other nodes"),
     "staleness": Column("1", "age, in rounds, of the models that the node received"),
     "bytes_sent": Column("B", "bytes sent by the node to other nodes since the start", "int64"),
