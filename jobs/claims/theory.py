@@ -3,9 +3,10 @@
     python jobs/claims/theory.py --out jobs/claims/THEORY.md        # two minutes
 
 Node i minimizes f_i(x) = ½ ‖x − b_i‖², in float64, by the package's methods in its simulator. The
-gradient noise has standard deviation σ = 1 per coordinate. With a doubly stochastic W, the mean
-model x̄ is exactly the model of parallel SGD, so that one run measures both. ATC is a local step,
-then averaging; AWC makes both at once.
+gradient noise has standard deviation σ = 1 per coordinate. The optimum x* is the mean of the b_i.
+With a doubly stochastic W, the mean model x̄ is exactly the model of parallel SGD, so that one run
+measures both. D-PSGD is the algorithm `dsgd`. ATC is a local step, then averaging; AWC makes both
+at once.
 
 T* is the number of *transient iterations*, as in the exponential-graph paper (Ying et al. 2021,
 arXiv 2110.13363): for all T > T*, T steps at the learning rate √(n/T) end with at most twice the
