@@ -168,9 +168,10 @@ def racks(
     :param placement: "hostnames": the host name without its last number (r12n03 is in rack r12n);
         "scheduler": the switch in the scheduler's address; "file:PATH": a file with lines
         "HOST RACK"
-    :param hosts: host name of each rank
+    :param hosts: host name of each rank; the text from the first dot on is ignored
     :param scheduler_addresses: result of :func:`addresses`, for "scheduler"
-    :raises JobError: if the rack of some rank is not known, or the file cannot be read
+    :raises JobError: if the rack of some rank is not known, or if the file cannot be read or has
+        another format
     """
     short = [host.split(".")[0] for host in hosts]
     if placement == "hostnames":

@@ -26,8 +26,8 @@ ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 launch_lock = threading.Lock()
 """Lock held while NCCL calls of several slots are launched.
 
-Every other thread takes it for its CUDA calls: a thread that waits for a device would otherwise
-wait for launches that wait for it.
+The threads that copy or send take it for their CUDA calls, too: a thread that waits for a device
+would otherwise wait for launches that wait for it.
 """
 REMEDY = "run with NCCL_DEBUG=INFO to see the cause"
 
@@ -61,7 +61,7 @@ def open_groups(
     :param group_ranks: this process's rank in each of its groups
     :param timeout_s: seconds that connecting may take; a call on a group ends after at most twice
         that time
-    :returns: groups in the order of ``group_ranks``
+    :return: groups in the order of ``group_ranks``
     :raises JobError: on all ranks, if an environment variable makes NCCL hang
     :raises WaitTimeoutError: on all ranks, if a group is not connected within the time limit
     :raises Failure: on all ranks, if opening a group fails; the message names the group and rank
@@ -112,7 +112,7 @@ def start_transfers(
     :param group: process group of the slot
     :param device: device of the slot
     :param sent: pairs (rank, array) to send
-    :param received: pairs (rank, array) to receive
+    :param received: pairs (rank, array), where the array is the memory for the received one
     """
     if device.type == "cpu":  # gloo has no groups of calls
         works = [group.recv([memory], j, 0) for j, memory in received]
@@ -159,14 +159,14 @@ def check_environment(world: World, group_ranks: Sequence[GroupRank]) -> None:
 
 
 def node_group(world: World, backend: str | None, timeout_s: float) -> dist.ProcessGroup:
-    """Return this rank's node as the world of torch.distributed; collective over the node.
+    """Return the torch process group of this rank's node; collective over ``world``.
 
     If the program has not initialized torch.distributed, initialize it; the group is then destroyed
-    when ``world`` closes. If the program has initialized it with another backend, return a new
-    group.
+    when ``world`` closes. If the program has initialized it, return its world, or a new group if
+    ``backend`` is another backend.
 
     :param world: all ranks; local ranks become ranks of torch.distributed
-    :param backend: "nccl" or "gloo"; None: "nccl" if there are GPUs
+    :param backend: "nccl" or "gloo"; None: "nccl" if there are GPUs, otherwise "gloo"
     :param timeout_s: timeout of the process group in seconds
     :raises JobError: on all ranks, if torch.distributed was initialized with other ranks than the
         node's

@@ -71,13 +71,14 @@ class World:
     nodes: Nodes
     """Assignment of ranks to nodes."""
     node_position = (0, 1)
-    """Local rank and ranks of this rank's node, in an inter-node world; otherwise (0, 1)."""
+    """In an inter-node world: local rank of this rank, and number of ranks of its node. Otherwise
+    (0, 1)."""
     original_ranks: tuple[int, ...] = (0,)
-    """Rank of each rank before any rank failure; survivors are renumbered after one."""
+    """Rank of each rank in the world of all ranks, as it was numbered before any rank failure."""
     timeout_s = TIMEOUT_S
     """Seconds after which a wait for another rank fails."""
     whole = False
-    """True if all ranks of the job belong to it, so that all make its calls in the same order."""
+    """True for the world of all ranks of an MPI job, which all make its calls in the same order."""
     launched = False
     """True if a launcher started this process, even as the only rank."""
     fault_tolerant = False
@@ -102,11 +103,17 @@ class World:
         self.after_close = ExitStack()
 
     def gather(self, value: Any) -> list | None:
-        """Return the values of all ranks, in rank order, on rank 0, and None on other ranks."""
+        """Return the values of all ranks, in rank order, on rank 0, and None on other ranks.
+
+        :raises WaitTimeoutError: if some rank does not call this within twice the time limit
+        """
         return [value]
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's ``value``, an object that can be pickled, on every rank; collective."""
+        """Return rank 0's ``value``, an object that can be pickled, on every rank; collective.
+
+        :raises WaitTimeoutError: if some rank does not call this within twice the time limit
+        """
         return value
 
     def start_agree(self, flag: int) -> Agreement:
@@ -133,6 +140,7 @@ class World:
         In a world of one process, it has no effect.
 
         :param error_types: types of the exceptions to raise on all ranks
+        :raises CollectiveError: on all ranks, if any rank has raised one of these exceptions
         """
         yield
 
@@ -154,6 +162,7 @@ class World:
         :param ranks_per_node: number of consecutive ranks of a host that form a node; "host": all
             ranks of a host
         :raises JobError: on all ranks, if the ranks cannot be grouped like this
+        :raises RuntimeError: if this world is a part of another world
         """
 
     def shrink(self) -> None:
@@ -176,7 +185,8 @@ class World:
         """Return this rank's device, and make it current if it is a GPU; local call.
 
         The ranks of a host divide the GPUs that torch sees, unless the launcher assigns GPUs to
-        each rank. If torch sees no GPU, the device is the CPU. Use this method for loops with one
+        each rank. If there are more ranks than GPUs, they share them. If torch sees no GPU, the
+        device is the CPU. Use this method for loops with one
         device per rank::
 
             device = world.device()
