@@ -9,7 +9,7 @@ class               messages                      result
 `Sent`              sent by the transport         sum, computed chunk by chunk by the pipeline
 `Mixed`             both                          sum, usually computed by the main thread
 `AverageInPlace`    outboxes read on this host    average, of which each rank computes one chunk
-`AverageSent`       sent by the transport         average, of which each rank computes one chunk
+`AverageSent`       sent by the transport         average, computed by all ranks together
 =================== ============================= ==============================================
 
 `Synchronous` chooses the class of each round.

@@ -43,7 +43,7 @@ class Wire(NamedTuple):
 
     name: str
     sizes: tuple[int, ...]
-    """Bytes per bucket of each array of codes."""
+    """Bytes per bucket of each array of codes; empty: messages are not encoded."""
     encode: Callable
     decode: Callable
     seed: int = 0
@@ -74,7 +74,7 @@ class Wire(NamedTuple):
     def pack(self, values: torch.Tensor, key: tuple[int, ...], first: int) -> list[torch.Tensor]:
         """Quantize a part of a vector in place, and return its codes.
 
-        :param values: elements to quantize, (width,)
+        :param values: elements to quantize, whole buckets, (width,)
         :param key: numbers of the exchange, the node and the vector, which determine the random
             numbers
         :param first: position of the first element in the vector

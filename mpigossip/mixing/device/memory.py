@@ -43,7 +43,7 @@ windows itself."""
 class TransportUnavailable(Failure, RuntimeError):
     """Error that a transport can't be used: memory can't be allocated or shared, or a test failed.
 
-    The message names the device, the call and a remedy.
+    The message says what failed, and usually what to do.
     """
 
 
@@ -69,7 +69,9 @@ def check_default_device(call: str) -> None:
 def ordinary(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate zeroed memory by torch, as a tensor uint8 (nbytes,).
 
-    :raises TransportUnavailable: if there is not enough memory
+    :param nbytes: number of bytes
+    :param device: device of the memory
+    :raises TransportUnavailable: if there is not enough GPU memory
     """
     try:
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -94,6 +96,8 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
 
     On the CPU, it is memory of torch.
 
+    :param nbytes: number of bytes; a multiple of `UNIT` is allocated
+    :param device: device of the memory
     :raises TransportUnavailable: if the allocation fails or CuPy is missing
     """
     if device.type == "cpu":
@@ -119,6 +123,8 @@ def message_memory(nbytes: int, device: torch.device) -> torch.Tensor:
 
     On a GPU, the memory is a separate cudaMalloc, or memory of torch if CuPy is missing.
 
+    :param nbytes: number of bytes
+    :param device: device of the memory
     :raises TransportUnavailable: if the allocation fails
     """
     if device.type == "cpu":
@@ -182,7 +188,7 @@ def agreed(
 
 
 def pages(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges of whole memory pages that contain the given ranges (address, bytes).
+    """Return ranges (address, bytes) of whole memory pages that contain the given ranges.
 
     Ranges that touch are merged, because a page can't be locked twice, and a copy must not begin in
     one locked range and end in another.

@@ -37,10 +37,10 @@ class Windows(Transport):
     """Transport with double-buffered inboxes in MPI windows.
 
     On the host, one window holds all slots in memory that MPI allocates; on GPUs, each slot has a
-    window. In the round with a given index, the message of the k-th in-neighbour is in buffer k of
-    half ``index mod 2``. The rank that owns the buffer frees it after the sum of round t, for the
-    rank that writes to it in round t + 2. A rank notifies its out-neighbour after ``Win.Flush``,
-    because the completion of a put does not mean that the data has arrived.
+    window. In the round with a given index, the message of the k-th in-neighbour that sends to this
+    rank is in buffer k of half ``index mod 2``. The rank that owns the buffer frees it after the
+    sum of round t, for the rank that writes to it in round t + 2. A rank notifies its out-neighbour
+    after ``Win.Flush``, because the completion of a put does not mean that the data has arrived.
     """
 
     halves = 2
