@@ -85,7 +85,8 @@ def make_group(
     :param world: world of the run; if its nodes have several ranks, the call is collective over it
     :param sums: order of sums between GPUs: "slots" or "nccl"
     :raises GroupError: if the slots can't work together
-    :raises Failure: if a torch process group can't connect them
+    :raises JobError: if an environment variable makes NCCL hang
+    :raises Failure: if a torch process group can't connect the slots
     """
     node = world.nodes.intra_node if world else None
     on_gpus = len(set(devices)) > 1 or (node is not None and devices[0] != "cpu")

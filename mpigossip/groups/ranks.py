@@ -25,7 +25,7 @@ TAG = 31
 LINE = 64
 """Bytes of a cache line: each rank writes to separate lines."""
 CAPACITY = 4096
-"""Largest number of float64 values that a rank can gather at once."""
+"""Largest number of float64 values of a rank in one call of :meth:`Barrier.gather`."""
 
 
 class SharedMemory:
@@ -65,7 +65,7 @@ class Barrier:
 
         :param purpose: description of the wait, for the error message
         :raises WaitTimeoutError: if a rank is late by twice the node's time limit; this time starts
-            again whenever a late rank reports that it is working
+            again whenever a rank arrives, or a late rank reports that it is working
         """
         node = self._node
         window = self._shared.window
@@ -122,10 +122,10 @@ class Barrier:
 
 
 class RankGroup:
-    """Group of the L slots of a node that has several ranks on CPUs.
+    """Group of the L slots of a node that has several ranks.
 
     Each rank runs its own slots by an inner group. The slots access each other's arrays in shared
-    memory.
+    memory. On GPUs, a `TorchGroup` uses this group for small or rare calls.
     """
 
     def __init__(self, inner: Group, node: World):
@@ -163,7 +163,10 @@ class RankGroup:
         return local_arrays
 
     def _all(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the arrays of all slots; ``full`` are the local arrays or their first rows."""
+        """Return the arrays of all slots; ``full`` are the local arrays or their first rows.
+
+        :raises GroupError: if :meth:`zeros` has not returned these arrays
+        """
         arrays = self._all_arrays.get(full[0].data_ptr())
         if arrays is None or arrays[0].shape[1] != full[0].shape[1]:
             raise GroupError(

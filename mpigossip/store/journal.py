@@ -157,12 +157,14 @@ def consistent(path: Path, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str
     """Return a context manager for reading a file, including changes in its journal.
 
     The journal contains changes if the process that wrote them was killed. A file of at most
-    `SMALL` bytes is copied to memory; if a run still writes to it, the copy is made between two
-    writes. A larger file may change while it is read. The caller detects this if the :func:`stamp`
-    of the file has changed.
+    `SMALL` bytes is copied to memory; if a run still writes to it, up to `TRIES` attempts are made
+    to copy it between two writes. A larger file may change while it is read. The caller can detect
+    this, because the :func:`stamp` of the file then changes.
 
     :param path: HDF5 file
     :param allowed: further arguments of `guard.opened`
+    :raises OSError: if the file cannot be read
+    :raises ValueError: if `guard` rejects the file
     """
     file: Any
     for _ in range(TRIES):
@@ -183,7 +185,7 @@ def consistent(path: Path, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str
 def recover(path: Path) -> bool:
     """Complete the transaction of a killed process; return whether there was such a transaction.
 
-    A journal that is incomplete is removed without being applied.
+    A journal that is incomplete is removed without being applied, and so is one whose file is gone.
     """
     change = _read_journal(path)
     if change is not None and path.exists():
@@ -203,7 +205,7 @@ def _write_journal(journal: Path, size: int, pages: Mapping[int, bytes | bytearr
 
 
 def _read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
-    """Return size and pages of the file from its journal; None if the journal is not valid."""
+    """Return size and pages of the file from its journal; None if there is no valid journal."""
     try:
         with guard.regular(pending(path), follow=False) as file:
             data = file.readall()

@@ -38,8 +38,8 @@ LARGE_TEXT = 24_000
 SMALL_TEXT = 3_000
 """Largest size, in bytes, of a text of fixed length in a group with many attributes."""
 CHUNK_BYTES = 1 << 16
-"""Size of an HDF5 chunk of a column, in bytes. A flush writes one or two complete chunks of each
-column; HDF5 stores a checksum for each chunk.
+"""Intended size of an HDF5 chunk of a column, in bytes. A flush writes one or two complete chunks
+of each column; HDF5 stores a checksum for each chunk.
 """
 
 
@@ -74,7 +74,7 @@ COLUMNS = {
     "staleness": Column("1", "age, in rounds, of the models that the node received"),
     "bytes_sent": Column("B", "bytes sent by the node to other nodes since the start", "int64"),
 }
-"""Columns that each log has for the steps of a run, in addition to the metrics of the task."""
+"""Columns of the steps that each run measures; its log has metrics of the task in addition."""
 VIRTUAL = "virtual_s"
 VIRTUAL_COLUMN = Column("s", "virtual time since the start, on the machine of the job's [clock]")
 """Additional column of the steps of runs with a virtual clock (`[clock]`)."""
@@ -258,7 +258,12 @@ class LogWriter:
                     group[name][index] = value
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Write the summary of the run; values other than numbers and strings become JSON."""
+        """Write the summary of the run; values other than numbers and strings become JSON.
+
+        :param values: entries of the summary by name; existing entries with other names stay
+        :raises LogGone: if the log was deleted or overwritten
+        :raises StoreError: if writing fails
+        """
         with self._changing() as file:
             for name, value in values.items():
                 number = isinstance(value, int | float | np.number)
@@ -271,6 +276,7 @@ class LogWriter:
         """Return a context manager in which the log is open for changes, in one transaction.
 
         :raises LogGone: if the file is missing or is not HDF5
+        :raises StoreError: if writing fails
         """
         with writing(self.path):
             try:

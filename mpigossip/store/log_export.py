@@ -63,7 +63,7 @@ def to_csv(log: Log, out: Path) -> tuple[Path, Path]:
 def to_tensorboard(log: Log, folder: Path) -> None:
     """Write an event file for TensorBoard with the steps and evaluations of a log.
 
-    :param log: log to export; steps without a finite value are left out
+    :param log: log to export; from each column, steps without a finite value are left out
     :param folder: folder of the event file
     :raises StoreError: if tensorboard is not installed, or the file cannot be written
     """

@@ -154,8 +154,8 @@ def read_table(
 
     :param rows: rows of the table
     :param length: number of elements of all parameters
-    :raises ValueError: if the parameters do not follow one another, or do not fill ``length``
-        elements
+    :raises ValueError: if a name occurs twice, if a name or shape is not valid, or if the
+        parameters do not follow one another or do not fill ``length`` elements
     """
     names = []
     shapes = []
@@ -238,6 +238,8 @@ def over_nodes(states: Iterable[NodeState]) -> dict[str, np.ndarray]:
     """Return arrays by name, averaged over the nodes.
 
     They are the arrays of :func:`over_slots`, "bytes_sent" and "local_steps".
+
+    :raises ValueError: if nodes have different arrays, except the ones with prefixes in `LOOSE`
     """
 
     def arrays(state: NodeState) -> dict[str, np.ndarray]:

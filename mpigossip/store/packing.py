@@ -98,7 +98,8 @@ def pack(
     """Pack a folder of images or texts into a data set, and return its path.
 
     Images are read from FOLDER/train/CLASS/* and FOLDER/test/CLASS/* (or FOLDER/val/CLASS/*). Each
-    file is decoded once as a check, and stored unchanged. The mean and the standard deviation of
+    file is decoded once as a check, and stored unchanged unless an option requires otherwise. The
+    mean and the standard deviation of
     the channels, for normalization, are computed from 10,000 to 20,000 evenly distributed training
     images, or from all if there are fewer.
 
@@ -359,6 +360,8 @@ def _checked(files: Sequence[Path], image_size: int | None, every: int) -> Itera
 
 def _check(path: Path, image_size: int | None, measured: bool) -> _Payload:
     """Decode an image file, scale it down if it is too large, and measure its pixels.
+
+    If this fails, the result contains the error as a problem.
 
     :param path: image file
     :param image_size: largest length of the shorter side in pixels; None: no limit

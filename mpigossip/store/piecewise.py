@@ -175,6 +175,7 @@ def write(
     :param attempt: function that calls an operation of the file system with the path, and may
         repeat it; None: each operation is called once
     :raises StoreError: if writing fails
+    :raises ValueError: if an array has another number of elements than the part
     """
     problem: Exception | None = None
     is_intact = True
@@ -441,7 +442,9 @@ class StoredModel:
     def parameters(self, begin: int, end: int) -> np.ndarray:
         """Return a range of elements of the flat parameters.
 
-        :raises StoreError: if the open files do not contain the range
+        :param begin: index of the first element
+        :param end: index after the last element
+        :raises StoreError: if the open files do not contain the range, or cannot be read
         """
         return self._range("parameters", begin, end)
 
@@ -451,6 +454,7 @@ class StoredModel:
         :param key: key of the state, such as "exp_avg"
         :param begin: index of the first element in the flat parameters
         :param end: index after the last element
+        :raises StoreError: if the open files do not contain the range, or cannot be read
         """
         if f"{STATE_PIECES}{key}" in self._files[0]:
             return self._range(f"{STATE_PIECES}{key}", begin, end)
@@ -492,7 +496,10 @@ class StoredModel:
         return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
     def digest_as_whole(self) -> str:
-        """Return the digest that the same model has in one file; all files have to be open."""
+        """Return the digest that the same model has in one file; all files have to be open.
+
+        :raises StoreError: if the open files do not contain the whole model, or cannot be read
+        """
         large = {
             f"arrays/{path}": (key, name)
             for key, paths in self._large().items()

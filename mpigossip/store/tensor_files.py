@@ -149,7 +149,12 @@ def write(
 
 
 def divide(tensors: Sequence[Tensor], most: int | None) -> list[list[Tensor]]:
-    """Divide tensors among files of at most ``most`` bytes, in their order; None: one file."""
+    """Divide tensors among files, in their order.
+
+    :param tensors: tensors to divide
+    :param most: largest number of bytes of the tensors in a file. A larger tensor gets a file of
+        its own; None: one file
+    """
     groups: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:
