@@ -229,7 +229,7 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, request: Ba
     :param site: the site
     :param job: path of the job file
     :param settings: settings that override the job file, as on the command line
-    :param run: run directory; if it contains a checkpoint, the script resumes from it
+    :param run: run directory of the job, in which the script looks for new checkpoints
     :param request: the user's request
     :raises JobError: if an argument is not valid or does not fit the site, or if a template is
         missing

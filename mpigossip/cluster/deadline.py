@@ -66,7 +66,7 @@ class RankState:
     call: str = ""
     """Name of the collective call of the user's program that this rank is in; "" outside of one."""
     steps: int = 0
-    """Number of steps that this rank has made."""
+    """Number of steps, or of rounds of an `Averager`, that this rank has made."""
     order: int = 0
     """Number of the current call among this rank's ordered calls, from 1.
 

@@ -23,7 +23,7 @@ LAUNCHERS = (
 
 
 class LaunchError(UserError):
-    """MPI is missing, or its world differs from the processes that the launcher started.
+    """Error that MPI is missing, or that its world differs from the processes of the launcher.
 
     Each process detects this independently. `rank` is the rank that the launcher assigned to it, so
     that a program can print the message only if `rank` is 0.

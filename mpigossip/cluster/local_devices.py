@@ -177,7 +177,8 @@ def check_other_accelerators() -> None:
     if xpu is not None and xpu.is_available():
         raise JobError(
             f'node.devices = "auto": torch sees {xpu.device_count()} Intel GPUs (XPU), which '
-            'mpigossip does not support; use node.devices = "cpu:1" to train on CPUs'
+            'mpigossip does not support; to train on CPUs, use node.devices = "cpu:1" or, in a '
+            'custom loop, torch.device("cpu") instead of world.device()'
         )
     if torch.backends.mps.is_available():
         print_note_once("training runs on the CPU: mpigossip does not use the GPU of a Mac (MPS)")

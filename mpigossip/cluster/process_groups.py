@@ -1,4 +1,4 @@
-"""Process groups of torch between MPI ranks or their slots; they need no rendezvous server.
+"""Process groups of torch between MPI ranks or their slots, for which no server has to be started.
 
 The backend is NCCL on GPUs (NCCL has not been tested with more than one GPU) and gloo on CPUs.
 """
@@ -303,7 +303,7 @@ def _share_keys(
         if any(late for *_, late in reports):
             raise WaitTimeoutError(
                 f"some process groups are not connected: {', '.join(missing[:4])} (waited "
-                f"{timeout_s:g} s)"
+                f"{timeout_s:g} s): check the network between these ranks"
             )
         time.sleep(pause)
         pause = min(20 * LONGEST_S, 1.5 * pause)

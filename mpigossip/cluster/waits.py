@@ -6,14 +6,14 @@ itself answers with its own. Each rank numbers the calls that all ranks have to 
 wait in different calls of the same number will never meet, and a rank that has reached the end of a
 loop does not return to it: in both cases, the wait ends early. After half of its time limit, a rank
 also informs the first ranks of the world. At the limit, the error names the awaited ranks that have
-sent nothing: they are computing, stopped or unreachable.
+sent nothing since their last wait: they are computing, stopped or unreachable.
 
-As long as no wait is long, no message is sent, not even when a world closes or a rank exits: a rank
-that exits answers the ranks that wait for it, until all ranks exit. A rank sends about
-`MAX_AWAITED` messages each time its wait has doubled, and once `MAX_RECIPIENTS`, so that the number
-of messages of a job grows in proportion to its number of ranks. Only a long pause and the report of
-an error are announced to all ranks. While the pause of one rank is announced, no other rank
-announces its own (:class:`Pause`).
+As long as no wait and no pause is long, no message is sent, not even when a world closes or a rank
+exits: a rank that exits answers the ranks that wait for it, until all ranks exit. A rank sends
+about `MAX_AWAITED` messages each time its wait has doubled, and once `MAX_RECIPIENTS`, so that the
+number of messages of a job grows in proportion to its number of ranks. Only a long pause and the
+report of an error are announced to all ranks. While the pause of one rank is announced, no other
+rank announces its own (:class:`Pause`).
 
 An interrupt (Ctrl-C) may arrive between any two instructions. A message is therefore received into
 memory of the `WaitMonitor`, and recorded by operations that can be repeated. If the sending of a
@@ -103,7 +103,7 @@ class Report(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        """Return whether the rank ends a loop, its world or the program."""
+        """True if the rank ends a loop, its world or the program."""
         return self.call.startswith(END_PREFIX)
 
 
@@ -449,7 +449,7 @@ class _SentMessage:
         self.request: MPI.Request | None = None
 
     def is_complete(self) -> bool:
-        """Return whether MPI needs the memory no longer, also because the receiver has failed."""
+        """Return whether MPI no longer needs the memory, also because the receiver has failed."""
         try:
             return self.request is None or self.request.Test()
         except Exception:  # noqa: BLE001 - the receiver has failed; the next MPI call reports it

@@ -257,5 +257,5 @@ class Nodes:
 
     @property
     def is_leader(self) -> bool:
-        """Return whether this rank has local rank 0."""
+        """True if this rank has local rank 0."""
         return self.local_rank == 0

@@ -54,8 +54,8 @@ def average(
     """Compute ``out = (Σ_j own_j) / n`` over n ranks in rank order; return the seconds waited.
 
     The arrays are averaged piece by piece. A piece takes a reduce-scatter, in which rank r sums
-    chunk r in rank order, and an all-gather. Each rank sends 2(n − 1)/n times the size of ``own``,
-    and the result is bitwise identical on all ranks.
+    chunk r in rank order, and an all-gather. Each rank sends about 2(n − 1)/n times the size of
+    ``own``, and the result is bitwise identical on all ranks.
 
     :param rank: number of this rank
     :param n: number of ranks

@@ -215,9 +215,9 @@ def share_memory(comm: MPI.Intracomm, nbytes: int, timeout_s: float) -> SharedOu
 class HostBuffers:
     """Messages of a rank in host memory.
 
-    The outbox ``own`` holds the values that this rank sums. Other ranks receive ``sent``, which is
-    the outbox itself or, with a lossy wire, the encoded message ``codes``. :func:`host_buffers`
-    chooses the memory.
+    The outbox ``own`` holds the values that this rank sums, and that other ranks of this host may
+    read in place. The transport sends ``sent``, which is the outbox itself or, with a lossy wire,
+    the encoded message ``codes``. :func:`host_buffers` chooses the memory.
     """
 
     def __init__(

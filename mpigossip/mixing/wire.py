@@ -1,7 +1,8 @@
 """Format of a message: its vectors are unchanged, or encoded in fewer bits, bucket by bucket.
 
 The encoding of a bucket is determined by its 512 elements and by random numbers, which are
-determined by the seed, the exchange, the node, the vector, and the position of the bucket in it.
+determined by the seed, the exchange, the node (unless all nodes share them), the vector, and the
+position of the bucket in it.
 Simulated and real messages are therefore bitwise identical, however the elements of a node are
 split into shards.
 """

@@ -2,12 +2,12 @@
 
 An HDF5 file can refer to other files (external links, external storage, virtual datasets), declare
 arrays far larger than itself, give one array many names, and crash the library. Such files are
-rejected. This package writes one of these things only: the virtual dataset of a manifest, which it
-never reads. A file may contain groups and datasets behind hard links, with
-numbers and strings of fixed length, and each byte of a dataset must be in the file. Reading a file
-then takes no more memory than the file has bytes. Tables with rows that were never written are an
-exception: they may take 64 times this memory, and always 64 MiB. If a file is rejected, ValueError
-is raised, which `hdf5.reading` converts to StoreError.
+rejected, with two exceptions, which this package writes itself: the virtual dataset of a manifest,
+whose elements it never reads, and second names of the columns of a log. A file may contain groups
+and datasets behind hard links, with numbers and strings of fixed length, and each byte of a dataset
+must be in the file. Reading its arrays then takes no more memory than the file has bytes. Tables
+with rows that were never written are an exception: they may take 64 times this memory, and always
+64 MiB. If a file is rejected, ValueError is raised, which `hdf5.reading` converts to StoreError.
 
 The functions at the top of the module check, in this order, the kind of the file, headers that
 crash HDF5, links, names and cycles, sizes and compression, and types. The functions from `array` on

@@ -1,4 +1,4 @@
-"""Reader of the model in a node's files, piece by piece: the whole model is never in memory."""
+"""Reader of the model in a node's files, piece by piece, so that it need not fit into memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a model that are written and read piece by piece, so that no whole array is in memory.
+"""Files of a model that are written and read piece by piece, so that no large array is in memory.
 
 The format is the format of :mod:`mpigossip.store.checkpoint`. A file holds consecutive elements of
 the flat parameters, and of each array that has an element for each of them, such as a momentum of
@@ -116,7 +116,8 @@ class WrittenPart(NamedTuple):
             size = os.fstat(descriptor).st_size
             if size != self.spans[-1].end:
                 raise DamagedPart(
-                    f"{self.path} has {size} bytes, but {self.spans[-1].end} were written to it"
+                    f"{self.path} has {size} bytes, but {self.spans[-1].end} were written to it: "
+                    "check the file system"
                 )
             value = 0
             for span in self.spans:
@@ -152,7 +153,7 @@ class WrittenPart(NamedTuple):
     def _damaged(self, span: Span) -> DamagedPart:
         return DamagedPart(
             f"{self.path} is damaged: its bytes {span.begin} to {span.end - 1} are not the bytes "
-            "that were written"
+            "that were written: check the file system"
         )
 
 
@@ -292,7 +293,7 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 class StoredModel:
-    """Model in open files, from which ranges of elements are read; the whole is never in memory.
+    """Model in open files, from which ranges of elements are read: it need not fit into memory.
 
     Each file holds consecutive elements of the flat parameters. Only the files that contain the
     elements of a range need to be open.

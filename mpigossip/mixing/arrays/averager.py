@@ -28,7 +28,7 @@ from mpigossip.mixing.device.memory import check_default_device
 class Averager:
     """Gossip averaging of arrays: ``x_i ← Σ_j W(t)[i, j] x_j``; rank i is node i.
 
-    Each call executes the next round of the graph::
+    Each average executes the next round of the graph::
 
         with mpigossip.world() as world:
             averager = mpigossip.Averager(world, "one-peer-exponential", like=x)

@@ -77,8 +77,8 @@ def ordinary(nbytes: int, device: torch.device) -> torch.Tensor:
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
         raise TransportUnavailable(
-            f"allocating {nbytes >> 20} MiB for messages on {device} failed: {error}; reduce "
-            "data.batch"
+            f"allocating {nbytes >> 20} MiB for messages on {device} failed: {error}; use "
+            "a smaller batch (data.batch of a job)"
         ) from error
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -114,7 +114,7 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise TransportUnavailable(
             f"cudaMalloc of {allocated >> 20} MiB on {device} failed: {error}; torch's cache "
-            "may hold the remaining memory (reduce data.batch)"
+            "may hold the remaining memory; use a smaller batch (data.batch of a job)"
         ) from error
 
 
