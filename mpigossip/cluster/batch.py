@@ -124,7 +124,7 @@ class BatchRequest:
     launcher: str | None = None
     """Command that replaces the site's launcher; None: the site's launcher."""
     mpi: str | None = None
-    """Value of the launcher's option --mpi, if it is srun; None: the launcher is not changed."""
+    """Value of the option --mpi, which only srun has; None: the launcher is not changed."""
 
 
 # Options of each scheduler. {} is replaced by checked text only.

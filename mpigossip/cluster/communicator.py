@@ -48,7 +48,7 @@ class Communicator(World):
         self._agreement_comm = comm
         """Communicator on which agreements are started."""
         self._closing = comm
-        """Communicator that only :meth:`drain_agreements` uses."""
+        """Communicator on which :meth:`drain_agreements` compares the numbers of agreements."""
         self._family = [comm]
         """Communicators that are revoked after a rank failure."""
         self._pending_agreements: list[Agreement] = []
@@ -59,7 +59,7 @@ class Communicator(World):
         """Return the values of all ranks, in rank order, on rank 0, and None elsewhere; collective.
 
         :param value: a small object that can be pickled
-        :raises WaitTimeoutError: if some rank does not call this within twice the time limit
+        :raises WaitTimeoutError: if some rank does not call this in time (`bounded_call`)
         """
         if self.isolated:
             return super().gather(value)
@@ -122,7 +122,7 @@ class Communicator(World):
 
         :param error_types: types of the exceptions to combine; other exceptions are not caught
         :raises CollectiveError: on all ranks, if any rank has raised one of these exceptions
-        :raises WaitTimeoutError: if some rank does not leave the block within twice the time limit
+        :raises WaitTimeoutError: if some rank does not leave the block in time (`bounded_call`)
         """
         if self.isolated:
             with super().raise_together(*error_types):

@@ -81,6 +81,7 @@ def group_ranks(world: World, ranks_per_node: int | str) -> Nodes:
     :param ranks_per_node: number of consecutive ranks of a host that form a node; "host": all ranks
         of a host
     :raises JobError: on all ranks, if the ranks of some host cannot be grouped like this
+    :raises WaitTimeoutError: if some rank does not call this in time
     """
     if ranks_per_node == 1:
         return Nodes.of_ranks(world)

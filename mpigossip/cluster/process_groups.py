@@ -170,6 +170,7 @@ def node_group(world: World, backend: str | None, timeout_s: float) -> dist.Proc
     :param timeout_s: timeout of the process group in seconds
     :raises JobError: on all ranks, if torch.distributed was initialized with other ranks than the
         node's
+    :raises WaitTimeoutError: if some rank does not call this in time
     """
     node = world.nodes.intra_node
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")

@@ -59,7 +59,8 @@ class World:
     """All ranks of a job. This base class is a world of one process without MPI.
 
     `simulate` uses the base class, in which calls that need other ranks return at once. All methods
-    are collective, unless their docstring says otherwise.
+    are collective, unless their docstring says otherwise. In a world with MPI, a wait for other
+    ranks raises WaitTimeoutError at its time limit, and a call in a fork raises JobError.
     """
 
     rank = 0
@@ -105,14 +106,14 @@ class World:
     def gather(self, value: Any) -> list | None:
         """Return the values of all ranks, in rank order, on rank 0, and None on other ranks.
 
-        :raises WaitTimeoutError: if some rank does not call this within twice the time limit
+        :raises WaitTimeoutError: if some rank does not call this in time
         """
         return [value]
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's ``value``, an object that can be pickled, on every rank; collective.
 
-        :raises WaitTimeoutError: if some rank does not call this within twice the time limit
+        :raises WaitTimeoutError: if some rank does not call this in time
         """
         return value
 
@@ -186,8 +187,7 @@ class World:
 
         The ranks of a host divide the GPUs that torch sees, unless the launcher assigns GPUs to
         each rank. If there are more ranks than GPUs, they share them. If torch sees no GPU, the
-        device is the CPU. Use this method for loops with one
-        device per rank::
+        device is the CPU. Use this method for loops with one device per rank::
 
             device = world.device()
             model = Model().to(device)

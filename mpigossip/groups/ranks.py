@@ -104,7 +104,8 @@ class Barrier:
     def gather(self, values: Sequence[float] | torch.Tensor) -> list[torch.Tensor]:
         """Return the values of all ranks, a float64 array for each rank; collective.
 
-        ``values`` are at most `CAPACITY` numbers, and their number is equal on all ranks.
+        :param values: at most `CAPACITY` numbers; their number is equal on all ranks
+        :raises WaitTimeoutError: as :meth:`wait`
         """
         count = len(values)
         # This half of the memory was last used two barriers ago. All ranks have read it, because

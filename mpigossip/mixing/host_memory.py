@@ -33,7 +33,8 @@ class SharedOutboxes:
 
     Methods take the ranks of the mixer, and not of the host's communicator, except
     :meth:`wait_half`. In sequences of ranks, ranks on other hosts are ignored; a single rank must
-    be on this host. ``t`` is the number of the round.
+    be on this host. ``t`` is the number of the round. A wait raises WaitTimeoutError at the time
+    limit.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], nbytes: int, timeout_s: float):

@@ -140,7 +140,10 @@ class Notifications:
         return f"{AWAITED[tag]} (round {t}): {called(self.comm, rank)} {progress}"
 
     def close(self) -> None:
-        """Wait until all sends are complete, then free the communicator; collective."""
+        """Wait until all sends are complete, then free the communicator; collective.
+
+        :raises WaitTimeoutError: if a rank does not receive within the time limit
+        """
         pending = dict(enumerate(request for request, _ in self._sent))
         wait_all(pending, self.timeout_s, lambda _: "notifications", None)
         self._sent = []

@@ -200,7 +200,10 @@ class Pipeline:
             r.future = self._thread.submit(average)
 
     def wait_average(self, r: RoundState) -> float:
-        """Wait until the result of the buffers is the average; return the seconds waited."""
+        """Wait until the result of the buffers is the average; return the seconds waited.
+
+        :raises WaitTimeoutError: if a rank does not answer within the time limit
+        """
         waited = self.wait(r) if r.future else self._buffers.average(self._transport)
         self._buffers.complete()  # the thread has launched the last sum, without waiting for it
         return waited

@@ -239,7 +239,10 @@ def newest(run: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def rename_damaged(path: Path) -> Path:
-    """Rename a damaged checkpoint to an unused name `step-….damaged`; return the new path."""
+    """Rename a damaged checkpoint to an unused name `step-….damaged`; return the new path.
+
+    :raises StoreError: if renaming fails
+    """
     target = path.with_suffix(".damaged")
     while target.exists():
         target = target.with_name(f"{target.name}.damaged")

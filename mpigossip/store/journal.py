@@ -44,6 +44,8 @@ class Overlay(io.RawIOBase):
         :param path: existing file, which this object never changes
         :param change: size of the file in bytes, and changed pages by page number, as from a
             journal; None: the file is unchanged
+        :raises OSError: if the file cannot be opened
+        :raises StoreError: if it is not a regular file
         """
         self.file = guard.regular(path)
         self.stored = os.fstat(self.file.fileno()).st_size

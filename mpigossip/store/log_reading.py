@@ -55,7 +55,7 @@ class Log:
     steps: dict[str, np.ndarray]
     evaluations: dict[str, np.ndarray]
     units: dict[str, str]
-    """Unit of each column, by name."""
+    """Unit of each column that was read, by name."""
     summary: dict[str, Any]
     """Entries of the summary by name; empty until the run ends."""
     environment: dict[str, str]

@@ -296,7 +296,7 @@ class StoredModel:
     """Model in open files, from which ranges of elements are read: it need not fit into memory.
 
     Each file holds consecutive elements of the flat parameters. Only the files that contain the
-    elements of a range need to be open.
+    elements of a range need to be open. If a file cannot be read, StoreError is raised.
     """
 
     def __init__(self, folder: Path, files: Sequence[tuple[Entry, int]], length: int, step: int):

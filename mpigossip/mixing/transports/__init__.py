@@ -110,6 +110,7 @@ class Transport:
 
         :param out: arrays to send, by rank and slot
         :param into: arrays for received data, by rank and slot
+        :raises WaitTimeoutError: if a rank does not answer within the time limit
         """
         return swap_by_messages(self.comm, self.timeout_s, out, into)
 
@@ -124,7 +125,8 @@ class Transport:
     def wait_for_swaps(self, what: str) -> None:
         """Wait until all calls of :meth:`swap` are done that the main thread has started.
 
-        ``what`` begins the error message.
+        :param what: description of the transfers, which begins the error message
+        :raises WaitTimeoutError: if they are not done within the time limit
         """
 
     def abandon(self) -> None:
