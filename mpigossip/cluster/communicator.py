@@ -146,7 +146,7 @@ class Communicator(World):
             )
 
     def _located(self, message: str, ranks: list[int]) -> str:
-        """Return ``message``, preceded by the name of the first of ``ranks`` and their number.
+        """Return ``message``, preceded by the first of ``ranks`` and the number of the others.
 
         If ``ranks`` are all ranks, the message is returned unchanged.
         """

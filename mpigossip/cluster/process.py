@@ -327,7 +327,7 @@ def report_unused(nodes: int) -> None:
     """Print, at the exit of a program, that its nodes have exchanged nothing.
 
     This function is registered as an exit function. The first object that exchanges unregisters it.
-    It prints nothing if the program ends by an error.
+    It prints nothing after an error in the world, and nothing in a fork.
 
     :param nodes: number of nodes of the world
     """

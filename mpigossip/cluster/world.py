@@ -60,7 +60,8 @@ class World:
 
     `simulate` uses the base class, in which calls that need other ranks return at once. All methods
     are collective, unless their docstring says otherwise. In a world with MPI, a wait for other
-    ranks raises WaitTimeoutError at its time limit, and a call in a fork raises JobError.
+    ranks raises WaitTimeoutError at its time limit, and a call that uses MPI in a fork raises
+    JobError.
     """
 
     rank = 0

@@ -79,7 +79,8 @@ def make_group(
     or GPUs in a torch process group.
 
     :param devices: devices of this rank's slots
-    :param threads: number of torch threads of each slot
+    :param threads: number of torch threads of each slot but the first of this rank, in whose thread
+        the number is not changed
     :param shard: False if slot 0 updates and exchanges everything
     :param timeout_s: time limit, in seconds, of a call between GPUs and of waits for a late slot
     :param world: world of the run; if its nodes have several ranks, the call is collective over it

@@ -287,6 +287,7 @@ class TorchGroup:
         :param k: index of the slot among the local slots
         :param work: work object of torch
         :raises WaitTimeoutError: if it takes longer than the time limit on CPUs
+        :raises RuntimeError: if the call has failed
         """
         self._begun_calls[k] = self._calls
         if self._on_gpus:

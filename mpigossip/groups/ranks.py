@@ -224,7 +224,7 @@ class RankGroup:
         self.barrier.wait("the node's vector")
 
     def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum in slot order over all ranks of the node; bitwise identical on all of them."""
+        """Return the sum over all slots of the node, in slot order; all ranks get the same bits."""
         shape = per_slot[0].shape
         local_count = len(per_slot)
         flat = torch.stack([values.double().cpu().reshape(-1) for values in per_slot])

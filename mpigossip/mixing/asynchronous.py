@@ -381,7 +381,7 @@ class Asynchronous(WindowAccess, RankMixer):
         """Return the change of the model by all corrections that are not applied yet; collective.
 
         The model plus the returned arrays is the model after these corrections. The corrections
-        stay in their buffers, and the next round applies them.
+        stay in their buffers, and the next round applies them. An open round is finished first.
 
         :return: for each slot, an array (1, p) for each vector, and its scalars
         """

@@ -306,6 +306,7 @@ def wire(name: str = "fp32", levels: int = 127, density: float = 0.01, seed: int
     :param levels: number of positive values of "qsgd", as `node.levels`
     :param density: fraction of the values that is sent, as `node.density`
     :param seed: seed of random rounding and of random positions
+    :raises KeyError: if there is no wire of this name
     """
     options = {"levels": levels, "density": density, "seed": seed}
     parameters = inspect.signature(WIRES[name]).parameters

@@ -154,7 +154,7 @@ class Synchronous(RankMixer):
         :param exchange: name of the transport, or "auto", as in `node.exchange`
         :param buffers: largest number of in-neighbours that send to this rank in one round
         :param world: world whose ranks are the nodes
-        :raises TransportUnavailable: on all ranks, if a transport requested by name can't be used
+        :raises TransportUnavailable: on all ranks, if the requested transport can't be used
         """
         from mpigossip.mixing.transports import probe
 

@@ -111,10 +111,10 @@ class LogWriter:
     No file is open between two calls.
 
     If ``first_step`` > 0, an existing log is continued: steps from ``first_step`` on are removed,
-    and so are evaluations after more than ``first_step`` steps. If the run resumes with more nodes,
-    columns with an entry for each node get entries for the new nodes. If ``first_step`` is 0, or if
-    there is no log that can be continued, a new log begins. It replaces a log without steps; any
-    other file of this name is renamed to log.h5.1, log.h5.2 and so on.
+    and so are evaluations after more than ``first_step`` steps, and the summary. If the run resumes
+    with more nodes, columns with an entry for each node get entries for the new nodes. If
+    ``first_step`` is 0, or if there is no log that can be continued, a new log begins. It replaces
+    a log without steps; any other file of this name is renamed to log.h5.1, log.h5.2 and so on.
 
     The attribute `next_step` is the step after the last one in the file, or ``first_step`` if the
     file has no steps.

@@ -31,7 +31,7 @@ HIDDEN = ("step", "kind", "mixed_distance")
 
 
 def tag(name: str) -> str:
-    """Return the TensorBoard tag of a column of the steps; for a metric, "NAME/training"."""
+    """Return the TensorBoard tag of a column of the steps: by `TENSORBOARD`, or "NAME/training"."""
     return TENSORBOARD.get(name, f"{name}/training")
 
 

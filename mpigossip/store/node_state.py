@@ -221,6 +221,8 @@ def over_slots(state: NodeState) -> dict[str, np.ndarray]:
     """Return the arrays of a node by name, with "parameters" and buffers averaged over slots.
 
     A buffer has the path "buffers/SLOT/NAME" in the state, and "buffers/NAME" in the result.
+
+    :raises ValueError: if the slots have different buffers
     """
     arrays = {"parameters": state.parameters}
     slots: dict[int, dict[str, np.ndarray]] = {}

@@ -357,7 +357,8 @@ class StoredModel:
 
         :param index: index of the file among the open ones
         :param digest: SHA-256 of the arrays of the file
-        :raises StoreError: if the digest differs, or if an array has NaN or infinite values
+        :raises StoreError: if the digest differs, or if an array that has to be finite has NaN or
+            infinite values
         """
         if self.digest(index) != digest:
             raise StoreError("its digest differs from the digest in the record of its round")

@@ -126,7 +126,10 @@ def library() -> Any:
 
 
 def status() -> str:
-    """Return the path of the library, or the reason why there is none, for `mpigossip doctor`."""
+    """Return the path of the library, or a note on its state, for `mpigossip doctor`.
+
+    The note says that a private copy is used, or why no library is used.
+    """
     try:
         _load()
     except NoKernel as error:
