@@ -82,4 +82,4 @@ ACTIONS = {
     (Cause.ERROR, Others.EXITING): Action.FINALIZE,
     (Cause.ERROR, Others.STUCK): Action.SKIP_FINALIZE,
 }
-"""Action of a rank for each cause of its end and each state of the other ranks."""
+"""Action of a rank for each cause of its end and each state of the other ranks that can occur."""

@@ -92,7 +92,7 @@ EVALUATION_COLUMNS = {
     "consensus_distance": Column("1", "mean over nodes of ‖x_i − x̄‖² / ‖x̄‖²"),
     "seconds": Column("s", "time since the start of the run"),
 }
-"""Columns that each log has for evaluations, in addition to the metrics of the task."""
+"""Columns of evaluations that are not metrics of the task."""
 
 
 NODE = Column("1", "index of the node", "int64")

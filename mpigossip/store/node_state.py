@@ -21,8 +21,8 @@ with −∞, and a user's own state can have any value.
 NORMS = ("running_mean", "running_var")
 """Suffixes of the running statistics of normalization layers, which must be finite, too."""
 LOOSE = ("torch/", "own/", "rng/")
-"""Prefixes of arrays of a custom loop that may be missing on some nodes, because an optimizer has
-no state for parameters that its node never used.
+"""Prefixes of arrays of a custom loop that may be missing on some nodes, for example because an
+optimizer has no state for parameters that its node never used.
 """
 STATE_PIECES = "pieces/torch/"
 """Prefix of the arrays with one key of a torch optimizer's state for all parameters, one after the

@@ -37,7 +37,7 @@ SOURCES = [HERE / "sum.c"] + [HERE / "wait.c"] * (sys.platform == "linux")
 FLAGS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC")
 STREAMED = 1 << 20
 """A result with at least this number of elements is written to memory without the cache, which
-could not hold it."""
+could not hold it, unless it replaces an array of the sum."""
 COMPILE_S = 60.0
 """Time limit of the compiler, in seconds."""
 WAIT_S = 150.0

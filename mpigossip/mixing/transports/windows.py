@@ -25,8 +25,8 @@ from mpigossip.mixing.progress_thread import run_on_all_ranks
 from mpigossip.mixing.transports import Transport, inboxes
 
 FLIGHT = 1 << 18
-"""Smallest size, in bytes, of the puts into which a chunk is divided. A chunk has about sixteen
-puts to each out-neighbour, or fewer if they would be smaller than this."""
+"""Smallest intended size, in bytes, of the puts into which a chunk in host memory is divided. A
+chunk has about sixteen puts to each out-neighbour, or fewer if they would be smaller than this."""
 CPU = torch.device("cpu")
 LIMIT_S = 60.0
 """Largest time limit, in seconds, for opening windows over GPU memory."""
