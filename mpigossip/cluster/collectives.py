@@ -152,7 +152,8 @@ def open_window(
     :param memory: first argument of ``make``: number of bytes to allocate, or existing memory
     :param comm: communicator of the window; without an attribute ``timeout_s``, `TIMEOUT_S` is the
         time limit
-    :param hints: keys and values of the window's ``MPI_Info``; an MPI ignores unknown keys
+    :param hints: keys and values of the window's ``MPI_Info``, of which an MPI ignores unknown
+        ones; None: no hints
     :raises WaitTimeoutError: if not all ranks of ``comm`` call this in time (:func:`bounded_call`)
     """
     info = MPI.Info.Create() if hints else MPI.INFO_NULL

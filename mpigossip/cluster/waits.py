@@ -598,7 +598,7 @@ class Wait:
     def describe_fault(self, departed_code: int | None = None) -> str:
         """Return a text about the rank at fault, or "" if it is not known.
 
-        :param departed_code: last result of :meth:`poll`
+        :param departed_code: last result of :meth:`poll`; None: no awaited rank has departed
         """
         self._monitor.receive_status()
         if departed_code is None:

@@ -83,7 +83,8 @@ def make_group(
         the number is not changed
     :param shard: False if slot 0 updates and exchanges everything
     :param timeout_s: time limit, in seconds, of a call between GPUs and of waits for a late slot
-    :param world: world of the run; if its nodes have several ranks, the call is collective over it
+    :param world: world of the run; if its nodes have several ranks, the call is collective over it.
+        None: the node is in this process
     :param sums: order of sums between GPUs: "slots" or "nccl"
     :raises GroupError: if the slots can't work together
     :raises JobError: if an environment variable makes NCCL hang

@@ -200,6 +200,7 @@ def _next(entries: queue.SimpleQueue, limit_s: float) -> tuple | None:
 
     :param entries: queue
     :param limit_s: time limit in seconds
+    :return: the entry; None if it tells a slot to end
     :raises queue.Empty: if no entry arrives
     """
     try:

@@ -239,7 +239,10 @@ def _create(
 ) -> tuple[dict[str, int | None], list[Span]]:
     """Create a file with all small arrays.
 
-    :return: the offset of each large array; and the bytes between the large arrays
+    :return: the offset of each large array, None if it is empty; and the bytes between the large
+        arrays
+    :raises StoreError: if the file cannot be written, or has more objects or text than readers
+        accept
     """
     datasets: dict[str, h5py.Dataset] = {}
     numbers = json.dumps(source.numbers, default=lambda value: value.item())
