@@ -55,9 +55,13 @@ class Workaround:
     """Environment variables that avoid a known fault of a site's software."""
 
     what: Line
+    """Description of the fault."""
     since: Line
+    """Month from which on the fault is known, such as "2025-06"."""
     link: Line
+    """Page that describes the fault."""
     environment: dict[str, Any] = field(default_factory=dict)
+    """Values of the variables, by name."""
     several: bool = True
     """True if the workaround also applies to jobs with several ranks per host."""
 
@@ -67,6 +71,7 @@ class Site:
     """The properties of a site, which is a machine with a scheduler, that a batch script needs."""
 
     title: Line
+    """Name of the machine, for comments and messages."""
     link: Line
     """Page of the computing centre."""
     scheduler: Literal["slurm", "pbs", "flux"]
@@ -96,11 +101,15 @@ class Site:
     Schedulers count hardware threads on some machines, and cores on others.
     """
     directives: tuple[Directive, ...] = ()
+    """Options of the scheduler that each job on this site gets."""
     needs: tuple[RequiredOption, ...] = ()
     """Required options among --account, --partition and --qos."""
     modules: tuple[Module, ...] = ()
+    """Modules that the script loads, in this order."""
     environment: dict[str, Any] = field(default_factory=dict)
+    """Values of environment variables that the script sets, by name."""
     notes: tuple[Line, ...] = ()
+    """Comments of the script."""
     workarounds: tuple[Workaround, ...] = ()
     page_checked: Literal[False] | Line = False
     """Date of the version of the centre's page that this file was compared with; False: never."""
@@ -117,10 +126,13 @@ class BatchRequest:
     ranks: int = 1
     """Number of ranks per host."""
     name: str = "mpigossip"
+    """Name of the job, of which a script uses at most 40 characters."""
     account: str | None = None
     partition: str | None = None
     qos: str | None = None
+    """Account, partition (or queue) and quality of service; None: the option is not given."""
     venv: str | None = None
+    """Folder of the virtual environment that the script activates; None: it activates none."""
     launcher: str | None = None
     """Command that replaces the site's launcher; None: the site's launcher."""
     mpi: str | None = None

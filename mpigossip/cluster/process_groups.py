@@ -38,6 +38,7 @@ class GroupRank(NamedTuple):
     group: str
     """Name that is equal on all ranks of the group and differs between groups of the same call."""
     rank: int
+    """Rank in the group."""
     size: int
     """Number of ranks of the group."""
     device: str

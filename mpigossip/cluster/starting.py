@@ -36,7 +36,9 @@ class StartedRank(NamedTuple):
     """A rank whose file exists."""
 
     process: int
+    """Process ID."""
     host: str
+    """Name of the host."""
     has_entered: bool
     """True if the rank has called MPI_Init."""
 

@@ -92,6 +92,7 @@ class Report(NamedTuple):
     """State of another rank, as its last message described it."""
 
     status: int
+    """Status, a constant of the module `deadline`."""
     call: str
     """Name of the collective call of the user's program that the rank is in; "" outside of one."""
     steps: int

@@ -185,6 +185,7 @@ class MessageChunk:
     """Piece of every slot's message that is sent, notified and summed at once."""
 
     number: int
+    """Index of the chunk in the message, from 0."""
     span: slice
     """Range of bytes in a slot's encoded message."""
     fields: tuple[Field, ...]

@@ -48,6 +48,7 @@ class Wire(NamedTuple):
     encode: Callable
     decode: Callable
     seed: int = 0
+    """Seed of the random numbers."""
     biased: bool = False
     """True if the mean of the quantization error is not zero. Such a wire needs an algorithm that
     adds the error of a message to a later one."""

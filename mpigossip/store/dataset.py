@@ -147,6 +147,7 @@ class Dataset(AbstractContextManager):
     classes: tuple[str, ...]
     """Name for each label; for text, the name of each file."""
     channels: int
+    """Number of channels of an image; 1 for text."""
     scale: float
     """Stored value that stands for 1.0, which is 255 for images."""
     mean: np.ndarray

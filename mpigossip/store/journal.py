@@ -144,8 +144,11 @@ class Stamp(NamedTuple):
     """Properties of a file that change if the file or its journal is written."""
 
     modified: int
+    """Time of the last change of the file, in nanoseconds since 1970."""
     size: int
+    """Size of the file in bytes."""
     pending: bool
+    """True if the file has a journal."""
 
 
 def stamp(path: Path) -> Stamp:

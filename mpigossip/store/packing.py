@@ -48,6 +48,7 @@ class _Payload(NamedTuple):
     size: tuple[int, int]
     """Height and width in pixels."""
     gray: bool
+    """True if the image has no colours; also true if the file has problems."""
     moments: np.ndarray | float
     """Number of pixels of each channel, and sum and sum of squares of their values, which lie
     between 0 and 1, (3, 3); 0: not measured."""

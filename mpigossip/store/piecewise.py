@@ -92,6 +92,7 @@ class WrittenPart(NamedTuple):
 
     path: Path
     node: int
+    """Index of the node, or number of the place."""
     parameters: int
     """Number of elements of the part."""
     digest: str
