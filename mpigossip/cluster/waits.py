@@ -92,7 +92,7 @@ class Report(NamedTuple):
     """State of another rank, as its last message described it."""
 
     status: int
-    """Status, a constant of the module `deadline`."""
+    """Status, as the module `deadline` defines it."""
     call: str
     """Name of the collective call of the user's program that the rank is in; "" outside of one."""
     steps: int
@@ -211,7 +211,7 @@ class WaitMonitor:
         While a pause is announced, a wait in another thread does not change the status PAUSED.
 
         :param ranks: ranks of this world to send to
-        :param status: status to send, a constant of the module `deadline`
+        :param status: status to send, as the module `deadline` defines it
         """
         # The status of a fork would look like the status of this rank.
         if os.getpid() != self._process:

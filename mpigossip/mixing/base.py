@@ -38,7 +38,7 @@ class MessageLayout:
     """
 
     widths: tuple[int, ...]
-    """Number of elements of each slot's shard; all are equal."""
+    """Number of elements of each slot's shard; all are equal, otherwise ValueError is raised."""
     vectors: int = 1
     """Number of vectors."""
     scalars: int = 0

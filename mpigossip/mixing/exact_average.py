@@ -224,8 +224,8 @@ def swap_by_messages(
 class RankMixer(Mixer):
     """Base class of the mixers between MPI ranks, in which rank i is node i.
 
-    It computes exact averages. A wait for another rank raises WaitTimeoutError at the time limit,
-    and a call in a fork raises JobError.
+    It computes exact averages. A wait for another rank raises WaitTimeoutError at the time limit.
+    In a fork, :meth:`outbox` and exact averages raise JobError.
     """
 
     def __init__(self, graph, layout: MessageLayout, world: World, timeout_s: float):
