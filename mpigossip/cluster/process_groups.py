@@ -108,12 +108,13 @@ def start_transfers(
     sent: Sequence[tuple[int, torch.Tensor]],
     received: Sequence[tuple[int, torch.Tensor]],
 ) -> list[Any]:
-    """Start the sends and receives of a slot as one group of calls; return torch's work objects.
+    """Start the sends and receives of a slot, with NCCL as one group of calls.
 
     :param group: process group of the slot
     :param device: device of the slot
     :param sent: pairs (rank, array) to send
     :param received: pairs (rank, array), where the array is the memory for the received one
+    :return: torch's work objects
     """
     if device.type == "cpu":  # gloo has no groups of calls
         works = [group.recv([memory], j, 0) for j, memory in received]

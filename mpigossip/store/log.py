@@ -230,7 +230,7 @@ class LogWriter:
         self.next_step = int(step[-1]) + 1
 
     def evaluation(self, row: Mapping[str, float | np.ndarray]) -> None:
-        """Write an evaluation; it replaces an existing evaluation of the same step.
+        """Write an evaluation, over the values of an existing evaluation of the same step.
 
         :param row: "step" and the values by column: a number, or an array of shape (nodes,)
         :raises ValueError: if the step lies before the last evaluation and has none to replace

@@ -59,7 +59,7 @@ class NodeState:
         return {"parameters": self.parameters.astype("<f4", copy=False), **paths}
 
     def not_finite(self) -> str:
-        """Return a text on the first array with NaN or infinite values; "" if all are finite."""
+        """Return a text on the first array that must be finite, but is not; "" if there is none."""
         for name, array in self.stored().items():
             if not must_be_finite(name, array.dtype):
                 continue
