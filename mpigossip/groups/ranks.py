@@ -32,7 +32,7 @@ class SharedMemory:
     """Arrays of equal size, one for each rank of a host, that all of its ranks can access."""
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int):
-        """Allocate zeroed arrays of ``nbytes`` bytes; collective."""
+        """Allocate arrays of ``nbytes`` bytes, of which each rank zeroes its own; collective."""
         self._comm = comm
         (self.window, memory) = open_shared(comm, nbytes)
         self.arrays = [torch.frombuffer(buffer, dtype=torch.uint8)[:nbytes] for buffer in memory]
