@@ -68,10 +68,9 @@ class MPIWorld(Communicator):
 
     While a world of several ranks is open, an uncaught exception in any thread of any rank ends the
     whole job, with a message that names the rank and the host, or all ranks if they end by the same
-    exception.
-    If a rank leaves the ``with`` block with an exit code other than 0, the other ranks have
-    `process.LEAVE_S` seconds to end, too. Afterwards, that rank aborts the job, so that no rank
-    hangs.
+    exception. If a rank leaves the ``with`` block with an exit code other than 0, the other ranks
+    have `process.LEAVE_S` seconds to end, too. Afterwards, that rank aborts the job, so that no
+    rank hangs.
 
     If MPI is `fault_tolerant` and the job `survives`, `shrink` turns this into the world of the
     survivors of a rank failure. They get new ranks; `original_ranks` are their ranks at the start.

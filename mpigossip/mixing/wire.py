@@ -2,9 +2,8 @@
 
 The encoding of a bucket is determined by its 512 elements and by random numbers, which are
 determined by the seed, the exchange, the node (unless all nodes share them), the vector, and the
-position of the bucket in it.
-Simulated and real messages are therefore bitwise identical, however the elements of a node are
-split into shards.
+position of the bucket in it. Simulated and real messages are therefore bitwise identical, however
+the elements of a node are split into shards.
 """
 
 from collections.abc import Callable, Sequence

@@ -100,9 +100,8 @@ def pack(
 
     Images are read from FOLDER/train/CLASS/* and FOLDER/test/CLASS/* (or FOLDER/val/CLASS/*). Each
     file is decoded once as a check, and stored unchanged unless an option requires otherwise. The
-    mean and the standard deviation of
-    the channels, for normalization, are computed from 10,000 to 20,000 evenly distributed training
-    images, or from all if there are fewer.
+    mean and the standard deviation of the channels, for normalization, are computed from 10,000 to
+    20,000 evenly distributed training images, or from all if there are fewer.
 
     Each file of a text is a document. Its first 90 % are for training, and the rest is for testing.
     The label of a sample is the index of its file.

@@ -1,4 +1,4 @@
-"""Files of a model that are written and read piece by piece, so that no large array is in memory.
+"""Files of a model that are written and read without a whole large array in memory.
 
 The format is the format of :mod:`mpigossip.store.checkpoint`. A file holds consecutive elements of
 the flat parameters, and of each array that has an element for each of them, such as a momentum of

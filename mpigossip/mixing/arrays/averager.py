@@ -46,8 +46,8 @@ class Averager:
     A call of :meth:`average` may be given other weights than W(t), and :meth:`exchange` returns the
     received arrays themselves. Integers have no average: their sums, which are exact, are computed
     with integral weights, or over all nodes by :meth:`sum`. The object is a context manager, which
-    closes it at the end of the block. After that, and in a fork, each call raises JobError,
-    except a second :meth:`close`.
+    closes it at the end of the block. After that, and in a fork, each call raises JobError, except
+    a second :meth:`close`.
     """
 
     def __init__(

@@ -170,8 +170,8 @@ class Window(WindowAccess):
     the effect of the second one.
 
     *Visibility*: `put` and `accumulate` copy the array, wait until the last call of this window is
-    complete, and may return before the value has arrived. The value has arrived at
-    the neighbours when the next call of this window, or :meth:`flush`, returns; the first
+    complete, and may return before the value has arrived. The value has arrived at the neighbours
+    when the next call of this window, or :meth:`flush`, returns; the first
     :meth:`update` of the neighbour that begins afterwards includes it. There is one exception:
     while this rank sends another value to that neighbour, it takes back an unread value to merge
     the two, and an update at this moment finds neither; a later one finds both.

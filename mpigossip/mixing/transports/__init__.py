@@ -16,8 +16,8 @@ class Transport:
     """Base class of transports, which send message chunks to the inbox buffers of out-neighbours.
 
     The methods that do not raise NotImplementedError are right for a transport that needs no such
-    action. Only one thread uses a transport at a time: the progress thread during a round
-    that it runs, otherwise the main thread.
+    action. Only one thread uses a transport at a time: the progress thread during a round that it
+    runs, otherwise the main thread.
     """
 
     halves = 1
