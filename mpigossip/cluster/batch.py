@@ -1,8 +1,8 @@
 """Batch scripts: the template of a scheduler, filled in for a site (a machine) and a user's job.
 
-Sites are TOML files (`jobs/sites/*.toml`), and there is one template for each scheduler
-(`jobs/templates/*.sh`). Text from a job, a command line or a site's file is checked and quoted
-before it becomes part of a script, so that it cannot become a command.
+Sites are TOML files, such as those in `jobs/sites`, and there is one template for each scheduler in
+`jobs/templates`. Text from a job or a command line is checked or quoted before it becomes part of a
+script, so that it cannot become a command.
 """
 
 import os
@@ -55,9 +55,13 @@ class Workaround:
     """Environment variables that avoid a known fault of a site's software."""
 
     what: Line
+    """Description of the fault."""
     since: Line
+    """Month from which on the fault is known, such as "2025-06"."""
     link: Line
+    """Page that describes the fault."""
     environment: dict[str, Any] = field(default_factory=dict)
+    """Values of the variables, by name."""
     several: bool = True
     """True if the workaround also applies to jobs with several ranks per host."""
 
@@ -67,6 +71,7 @@ class Site:
     """The properties of a site, which is a machine with a scheduler, that a batch script needs."""
 
     title: Line
+    """Name of the machine, for comments and messages."""
     link: Line
     """Page of the computing centre."""
     scheduler: Literal["slurm", "pbs", "flux"]
@@ -80,7 +85,7 @@ class Site:
     Each rank sees all GPUs of its host.
     """
     launcher_gpu: Line = ""
-    """Command that starts one rank per GPU; empty: `launcher_multi`, whose variables it may use.
+    """Command that starts one rank per GPU, with the same variables; empty: `launcher_multi`.
 
     It binds rank i of a host to the cores next to GPU i.
     """
@@ -96,11 +101,15 @@ class Site:
     Schedulers count hardware threads on some machines, and cores on others.
     """
     directives: tuple[Directive, ...] = ()
+    """Options of the scheduler that each job on this site gets."""
     needs: tuple[RequiredOption, ...] = ()
     """Required options among --account, --partition and --qos."""
     modules: tuple[Module, ...] = ()
+    """Modules that the script loads, in this order."""
     environment: dict[str, Any] = field(default_factory=dict)
+    """Values of environment variables that the script sets, by name."""
     notes: tuple[Line, ...] = ()
+    """Comments of the script."""
     workarounds: tuple[Workaround, ...] = ()
     page_checked: Literal[False] | Line = False
     """Date of the version of the centre's page that this file was compared with; False: never."""
@@ -113,18 +122,21 @@ class BatchRequest:
     nodes: int
     """Number of hosts."""
     seconds: int
-    """Time limit of the job."""
+    """Time limit of the job, in seconds."""
     ranks: int = 1
     """Number of ranks per host."""
     name: str = "mpigossip"
+    """Name of the job, of which a script uses at most 40 characters."""
     account: str | None = None
     partition: str | None = None
     qos: str | None = None
+    """Account, partition (or queue) and quality of service; None: the option is not given."""
     venv: str | None = None
+    """Folder of the virtual environment that the script activates; None: it activates none."""
     launcher: str | None = None
     """Command that replaces the site's launcher; None: the site's launcher."""
     mpi: str | None = None
-    """Value of srun's option --mpi, which is added to the launcher; None: it is not added."""
+    """Value of the option --mpi, which only srun has; None: the launcher is not changed."""
 
 
 # Options of each scheduler. {} is replaced by checked text only.
@@ -142,7 +154,7 @@ def sites() -> dict[str, Path]:
     The package has site files, and so may the folder that the environment variable
     `MPIGOSSIP_SITES` names. If both have a file of the same name, the one in the folder is used.
 
-    :raises JobError: if the variable names no folder
+    :raises JobError: if that folder can't be read, or if the package's site files are missing
     """
     paths = sorted(find("sites").glob("*.toml"))
     if centre := os.environ.get(SITES_VARIABLE):
@@ -161,8 +173,7 @@ def read_site(name: str) -> Site:
     """Read the file of a site.
 
     :param name: name of one of the :func:`sites`, or path of a TOML file
-    :raises JobError: if the site is unknown, or if its file is wrong; the message lists all
-        problems
+    :raises JobError: if the site is unknown, or if its file can't be read or contains errors
     """
     is_path = name.endswith(".toml")
     known = {} if is_path else sites()
@@ -185,7 +196,7 @@ def read_site(name: str) -> Site:
         ) from None
     except ValueError as error:
         raise JobError(
-            f'site "{path}": this file is not TOML ({error}); correct this line of the file'
+            f'site "{path}": this file is not TOML ({error}); correct the file'
         ) from None
     try:
         site = structure(raw, Site)
@@ -230,9 +241,10 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, request: Ba
     :param site: the site
     :param job: path of the job file
     :param settings: settings that override the job file, as on the command line
-    :param run: run directory; if it contains a checkpoint, the script resumes from it
+    :param run: run directory of the job, in which the script looks for new checkpoints
     :param request: the user's request
-    :raises JobError: if arguments are wrong; the message lists all problems
+    :raises JobError: if an argument is not valid or does not fit the site, or if a template is
+        missing
     """
     texts = [job, *settings, str(run), request.venv or "", request.launcher or ""]
     if problems := _find_problems(site, texts, request):
@@ -331,7 +343,7 @@ def _shape(site: Site, request: BatchRequest) -> str:
 
 def _find_problems(site: Site, texts: Iterable[str], request: BatchRequest) -> list[str]:
     problems = [
-        f"{text!r}: must not contain control characters or line breaks"
+        f"{text!r}: must not contain control characters or line breaks; remove them"
         for text in texts
         if not text.isprintable()
     ]

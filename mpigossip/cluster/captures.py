@@ -1,9 +1,9 @@
 """Order between captures of CUDA graphs and the CUDA calls of this package's threads.
 
-In torch's default mode, "global", a CUDA call of any other thread ends a capture with an error.
-Exchanges in flight are therefore finished before such a capture begins. On AMD GPUs with ROCm 7.0
-to 7.2, the query of an event ends a capture in any mode, so the threads of this package must not
-query events during a capture (:func:`between_captures`).
+In torch's default mode, "global", many CUDA calls of other threads end a capture with an error. The
+threads that exchange therefore finish their CUDA calls before such a capture begins. On AMD GPUs
+with ROCm 7.0 to 7.2, the query of an event ends a capture in any mode, so the threads of this
+package must not query events during a capture (:func:`between_captures`).
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _exchanging: WeakSet[Settles] = WeakSet()
 
 
 def settle_before_captures(mixer: Settles) -> None:
-    """Call ``mixer.settle()`` before each capture in the mode "global", until it is deleted.
+    """Call ``mixer.settle()`` before each capture in the mode "global", while ``mixer`` exists.
 
     :param mixer: object with exchanges in flight; this module does not keep it alive
     """
@@ -48,7 +48,10 @@ def between_captures() -> Iterator[bool]:
 
 
 def observe_captures() -> None:
-    """Let `torch.cuda.CUDAGraph` report the beginning and the end of captures to this module."""
+    """Let `torch.cuda.CUDAGraph` report the beginning and the end of captures to this module.
+
+    This replaces two methods of the class; later calls have no effect.
+    """
     import torch
 
     graph_class: Any = torch.cuda.CUDAGraph

@@ -1,4 +1,4 @@
-"""Blocking collective MPI calls with a time limit, which MPI itself doesn't have."""
+"""Blocking collective MPI calls with a time limit, which MPI itself doesn't have, and windows."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ PAGE = 4096
 The shared memory of each rank starts at a page, so that no cache line belongs to two ranks.
 """
 MINIMUM_S = 10.0
-"""Smallest time limit in seconds: a user who shortens the time limit of exchanges does not expect
-that it applies to opening a window, too, which takes longer."""
+"""Smallest time limit of a blocking call, in seconds.
+
+A user who shortens the time limit of exchanges does not expect that it applies to the opening of a
+window, too, which takes longer.
+"""
 
 
 @contextlib.contextmanager
@@ -46,7 +49,9 @@ def bounded_call(comm: MPI.Comm, call: str, timeout_s: float) -> Iterator[None]:
     :param comm: communicator of the call
     :param call: name of the call in messages
     :param timeout_s: time limit in seconds; at least `MINIMUM_S` is used
-    :raises WaitTimeoutError: if a rank does not arrive at the barrier within twice the time limit
+    :raises WaitTimeoutError: if a rank does not arrive at the barrier within twice the time limit,
+        or can never arrive
+    :raises JobError: if this process is a fork of the process that MPI belongs to
     """
     check_process()
     limit = max(timeout_s, MINIMUM_S)
@@ -92,22 +97,23 @@ def bounded_call(comm: MPI.Comm, call: str, timeout_s: float) -> Iterator[None]:
 
 
 class TimeoutComm(MPI.Intracomm):
-    """Communicator of mpi4py whose blocking calls have a time limit (:func:`bounded_call`).
+    """Communicator of mpi4py on which some calls have a time limit (:func:`bounded_call`).
 
-    A communicator that such a call returns has the same time limit.
+    They are the calls in `BLOCKING` and `Split_type`. A communicator that such a call returns has
+    the same time limit. Other calls, such as `Allreduce`, have none.
     """
 
     timeout_s = TIMEOUT_S
-    """Time limit of each blocking call, in seconds."""
+    """Time limit of these calls, in seconds."""
     plain: Any
-    """Wrapped communicator of mpi4py, whose calls have no time limit."""
+    """Communicator of mpi4py with the same handle, whose calls have no time limit."""
 
     @classmethod
     def of(cls, comm: Any, timeout_s: float) -> TimeoutComm:
         """Return ``comm`` as a TimeoutComm without duplicating it.
 
-        :param comm: communicator of mpi4py
-        :param timeout_s: time limit of each blocking call, in seconds
+        :param comm: communicator of mpi4py, or a TimeoutComm
+        :param timeout_s: time limit of the calls that this class limits, in seconds
         """
         wrapped = cls(comm)
         wrapped.plain = getattr(comm, "plain", comm)
@@ -134,7 +140,7 @@ for name in (*BLOCKING, "Split_type"):
 
 
 open_windows: list[MPI.Win] = []
-"""Windows of this process that have not been closed yet, in the order in which they were opened."""
+"""Windows of this process that have not been closed yet, in the order in which they were added."""
 
 
 def open_window(
@@ -146,7 +152,9 @@ def open_window(
     :param memory: first argument of ``make``: number of bytes to allocate, or existing memory
     :param comm: communicator of the window; without an attribute ``timeout_s``, `TIMEOUT_S` is the
         time limit
-    :param hints: keys and values of the window's ``MPI_Info``; an MPI ignores unknown keys
+    :param hints: keys and values of the window's ``MPI_Info``, of which an MPI ignores unknown
+        ones; None: no hints
+    :raises WaitTimeoutError: if not all ranks of ``comm`` call this in time (:func:`bounded_call`)
     """
     info = MPI.Info.Create() if hints else MPI.INFO_NULL
     for key, value in (hints or {}).items():
@@ -173,7 +181,8 @@ def open_shared(comm: Any, nbytes: int) -> tuple[MPI.Win, list[MPI.buffer]]:
 
     :param comm: communicator of ranks of one host
     :param nbytes: number of bytes that this rank contributes, which is rounded up to whole pages
-    :return: the window, and the memory of each rank of ``comm``
+    :return: the window, and the memory of each rank of ``comm``, in rank order
+    :raises WaitTimeoutError: if not all ranks of ``comm`` call this in time
     """
     window = open_window(MPI.Win.Allocate_shared, round_up_to_pages(nbytes), comm)
     return window, [window.Shared_query(rank)[0] for rank in range(comm.size)]
@@ -184,6 +193,8 @@ def close_window(window: MPI.Win, comm: MPI.Comm) -> None:
 
     The wait has no time limit, because another rank may compute for long before it closes its
     windows.
+
+    :raises WaitTimeoutError: if a rank can never call this, for example because it exits
     """
     with bounded_call(comm, "MPI's Win.Free", float("inf")):
         _free(window)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def with_timeout(comm: Any, timeout_s: float) -> Any:
-    """Return ``comm`` with a time limit of ``timeout_s`` seconds for its blocking calls."""
+    """Return ``comm`` as a `TimeoutComm` with a time limit of ``timeout_s`` seconds."""
     from mpigossip.cluster.collectives import TimeoutComm
 
     return TimeoutComm.of(comm, timeout_s)
@@ -35,9 +35,10 @@ class Communicator(World):
     def __init__(self, comm: "MPI.Intracomm", hosts: tuple[str, ...], timeout_s: float):
         """Create a world of the ranks of ``comm``.
 
-        :param comm: communicator of the ranks; only this object uses it from now on, and frees it
+        :param comm: communicator of the ranks, which only this object uses from now on; a subclass
+            frees it
         :param hosts: host name of each rank
-        :param timeout_s: seconds after which a collective call fails
+        :param timeout_s: time limit of a collective call, in seconds
         """
         self.comm = comm
         self.rank = comm.rank
@@ -47,7 +48,7 @@ class Communicator(World):
         self._agreement_comm = comm
         """Communicator on which agreements are started."""
         self._closing = comm
-        """Communicator that only :meth:`drain_agreements` uses."""
+        """Communicator on which :meth:`drain_agreements` compares the numbers of agreements."""
         self._family = [comm]
         """Communicators that are revoked after a rank failure."""
         self._pending_agreements: list[Agreement] = []
@@ -58,6 +59,7 @@ class Communicator(World):
         """Return the values of all ranks, in rank order, on rank 0, and None elsewhere; collective.
 
         :param value: a small object that can be pickled
+        :raises WaitTimeoutError: if some rank does not call this in time (`bounded_call`)
         """
         if self.isolated:
             return super().gather(value)
@@ -92,7 +94,9 @@ class Communicator(World):
 
         This rank first starts the agreements that only other ranks have started. If the
         communicator were freed earlier, its messages could reach the next communicator with the
-        same context ID.
+        same context ID. The wait for the number of agreements has no time limit.
+
+        :raises WaitTimeoutError: if an agreement is not complete at its time limit
         """
         from mpi4py import MPI
 
@@ -113,10 +117,12 @@ class Communicator(World):
 
         A user error may occur on some ranks only, for example if a file is missing on one host. All
         ranks then raise one error, which contains each message once, with the ranks that it comes
-        from. The block itself must not contain collective calls.
+        from. The block itself must not contain collective calls, and no other exception may leave
+        it on some ranks only, because the others would wait for these ranks.
 
         :param error_types: types of the exceptions to combine; other exceptions are not caught
         :raises CollectiveError: on all ranks, if any rank has raised one of these exceptions
+        :raises WaitTimeoutError: if some rank does not leave the block in time (`bounded_call`)
         """
         if self.isolated:
             with super().raise_together(*error_types):
@@ -140,7 +146,10 @@ class Communicator(World):
             )
 
     def _located(self, message: str, ranks: list[int]) -> str:
-        """Return ``message`` preceded by the names of ``ranks``, or alone if they are all ranks."""
+        """Return ``message``, preceded by the first of ``ranks`` and the number of the others.
+
+        If ``ranks`` are all ranks, the message is returned unchanged.
+        """
         if len(ranks) == self.size:
             return message
         return (

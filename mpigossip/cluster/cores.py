@@ -1,4 +1,4 @@
-"""Choice of a core for the progress thread: a free core near the network card."""
+"""Choice of a core for the progress thread: a core near the network card, if there are enough."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def allowed() -> frozenset[int]:
 
 
 def fingerprint(cores: Set[int], boot: Path = BOOT) -> int:
-    """Return a hash that is equal for two processes if both their hosts and their ``cores`` are.
+    """Return a hash by which processes of one host with equal ``cores`` recognize each other.
+
+    If the file ``boot`` can't be read, processes of different hosts with equal cores get the same
+    hash, too.
 
     :param cores: numbers of the cores that this process may use
     :param boot: file with the identifier of the host's last start; tests pass another file
@@ -40,9 +43,9 @@ def fingerprint(cores: Set[int], boot: Path = BOOT) -> int:
 def near_network(cores: Set[int], sysfs: Path = SYSFS) -> frozenset[int]:
     """Return the cores near a network card, chosen from ``cores``.
 
-    They are the cores in the NUMA nodes of RDMA cards, or if there are none, in the NUMA nodes of
-    active network cards. If there are none either, or if the system reports no NUMA nodes, they are
-    all ``cores``.
+    They are the ``cores`` in the NUMA nodes of RDMA cards or, if there are none, in the NUMA nodes
+    of active network cards. If there are none either, for example because the system reports no
+    NUMA nodes, all ``cores`` are returned.
 
     :param cores: numbers of cores to choose from
     :param sysfs: folder in which Linux describes the hardware; tests pass another folder

@@ -1,8 +1,8 @@
 """Waits with a time limit, and the state of this rank that other ranks receive while they wait.
 
-Each wait of this package for other ranks has a time limit. A wait that polls uses a
-:class:`Deadline`, and :func:`judge_wait` decides when it ends. A blocking call, which cannot poll,
-is limited by :func:`start_watchdog`.
+A wait that polls uses a :class:`Deadline`, and :func:`judge_wait` decides when it ends with an
+error. A blocking call, which cannot poll, is limited by :func:`start_watchdog`. Some waits at the
+end of a loop, a world or a program have no time limit, because other ranks may still compute.
 """
 
 import contextlib
@@ -62,13 +62,16 @@ class RankState:
     """State of this rank, which it sends to ranks that wait for it."""
 
     status: int = WAITING
-    """Status that this rank sends while it waits: WAITING, or CLOSING inside `announce_end`."""
+    """Status that this rank sends while it waits: WAITING, or inside `announce_end` its status."""
     call: str = ""
     """Name of the collective call of the user's program that this rank is in; "" outside of one."""
     steps: int = 0
-    """Number of steps that this rank has made."""
+    """Number of steps, or of rounds of an `Averager`, that this rank has made."""
     order: int = 0
-    """Number of the current call among this rank's calls; 0 if ranks may order it differently."""
+    """Number of the current call among this rank's ordered calls, from 1.
+
+    It is 0 outside of a call, and in a call that ranks may order differently.
+    """
     ordered_calls: int = 0
     """Number of ordered calls that this rank has made since its world was opened."""
     pause_depth: int = 0
@@ -89,7 +92,8 @@ this_rank = RankState()
 def world_ranks(comm: "MPI.Comm", ranks: Iterable[int]) -> list[int]:
     """Translate ranks of a communicator into ranks of the open world, as error messages name them.
 
-    If no world of several ranks is open, the ranks are returned unchanged.
+    Ranks that have failed are left out. If no world of several ranks is open, the ranks are
+    returned unchanged.
 
     :param comm: communicator of some ranks of the world
     :param ranks: ranks in ``comm``
@@ -165,11 +169,11 @@ def paused() -> Iterator[None]:
     A rank uses this for long work that the other ranks have to wait for. In the meantime, a wait
     for this rank does not end at its limit, nor does a wait for a rank that waits for this rank.
 
-    The pause is announced to the other ranks by a thread, unless it ends within about 0.3 s or
-    another rank has announced a pause (see `waits.Pause`). The thread needs the interpreter for a
-    moment at that time, and after the pause of the other rank has ended: the work must not contain
-    a call of a C extension that holds the interpreter's lock for longer than the time limit of the
-    other ranks. A time limit below 0.3 s is not suspended in time.
+    A thread announces the pause to the other ranks after at most about 0.3 s, unless it has ended
+    or another rank has announced a pause (see `waits.Pause`). The thread needs the interpreter for
+    a moment at that time, and after the pause of the other rank has ended: the work must not
+    contain a call of a C extension that holds the interpreter's lock for longer than the time limit
+    of the other ranks. A time limit below 0.3 s may end before it is suspended.
     """
     entered = False
     try:
@@ -187,7 +191,7 @@ def paused() -> Iterator[None]:
 
 
 def any_rank_paused() -> bool:
-    """Return whether any rank is paused, according to the messages received so far."""
+    """Receive messages, then return whether any other rank is known to be paused."""
     return this_rank.monitor is not None and this_rank.monitor.poll_paused()
 
 
@@ -201,7 +205,7 @@ class PauseExtension:
         self._paused = False
 
     def extends(self) -> bool:
-        """Return whether any rank is paused now, or was paused at the last call of this method."""
+        """Return whether another rank is paused now, or was so at the last call of this method."""
         before = self._paused
         self._paused = any_rank_paused()
         return before or self._paused
@@ -230,7 +234,10 @@ def announce_end(step_count: int, end_status: int = CLOSING, what: str = "loop")
 
 
 class WaitTimeoutError(Failure, TimeoutError):
-    """Error of a wait that reached its time limit; the message names the awaited event."""
+    """Error of a wait that has reached its time limit, or that can never end.
+
+    The message names the awaited event.
+    """
 
     def __init__(self, message: str, code: int = 0):
         """Store the message, and the exit code with which this process has to end.
@@ -249,7 +256,7 @@ class Verdict(NamedTuple):
     is_late: bool
     """True if the wait has reached its time limit."""
     is_terminated: bool
-    """True if the wait has lasted for `TERM_S` seconds after a SIGTERM."""
+    """True if the wait has lasted for `TERM_S` seconds after a SIGTERM, or after a later pause."""
     departed_code: int | None
     """Exit code of an awaited rank that will never come; None if there is none."""
 
@@ -262,8 +269,9 @@ def judge_wait(
     :param elapsed: seconds since the time limit was started or, after a pause, restarted
     :param limit: time limit in seconds
     :param since_sigterm: seconds for which the wait has lasted since this process received SIGTERM,
-        or since the end of a pause; zero or negative: it has received none
-    :param is_paused: whether any rank is paused; then neither the limit nor a SIGTERM ends the wait
+        or since the end of a later pause; zero or negative: it has received none
+    :param is_paused: whether another rank is paused; then neither the limit nor a SIGTERM ends the
+        wait
     :param departed_code: exit code of an awaited rank that never takes part; None if there is none
     """
     is_late = not is_paused and elapsed >= limit
@@ -274,7 +282,7 @@ def judge_wait(
 
 
 def start_watchdog(seconds: float, action: Callable[..., object], *args: Any) -> threading.Timer:
-    """Return a timer that calls ``action(*args)`` in another thread, unless it is cancelled before.
+    """Start a timer that calls ``action(*args)`` in another thread; return it, to be cancelled.
 
     Such a watchdog limits a call that this process cannot interrupt, such as a call of MPI. It does
     not prevent the exit of the process.
@@ -288,7 +296,10 @@ def start_watchdog(seconds: float, action: Callable[..., object], *args: Any) ->
 
 
 class Deadline:
-    """Time at which a wait ends with an error, ``seconds`` after the creation of this object."""
+    """Time at which a wait ends with an error, ``seconds`` after the last start of the time limit.
+
+    The creation of this object starts the time limit.
+    """
 
     def __init__(self, seconds: float):
         self.seconds = seconds
@@ -310,12 +321,12 @@ class Deadline:
 
         The wait first polls for 50 µs without a sleep. It then sleeps between polls, at first for
         20 µs and later for up to 1 ms. A short wait therefore has little latency, and a long one
-        leaves the core to others. While any rank is paused, the deadline does not apply; the whole
-        time limit starts again when the pause ends.
+        leaves the core to others. While another rank is paused, the deadline does not apply; the
+        whole time limit starts again when the pause ends.
 
         :param predicate: function that is polled; the wait ends when its result is true
-        :param what: function that returns the beginning of the error's message; it is called at the
-            deadline only
+        :param what: function that returns the beginning of the error's message; it is called only
+            if the wait ends with an error
         :param rest: function that may sleep instead of this method, and returns whether it did
         :param awaited_ranks: function that returns the ranks of the world that this wait needs; if
             it returns no rank, the wait needs all ranks. Other ranks are then informed of a long
@@ -356,9 +367,11 @@ class Deadline:
     ) -> None:
         """Poll until ``predicate()`` is true.
 
+        The other parameters are parameters of :meth:`wait`.
+
         :param wait: `waits.Wait` to poll as well, or None
         :param begin: time at which the wait began, by `time.monotonic`
-        :param departures: as in :meth:`wait`
+        :raises WaitTimeoutError: if :func:`judge_wait` ends the wait
         """
         pause = SHORTEST_S
         last_paused = begin
@@ -391,7 +404,7 @@ class Deadline:
         """Return the error with which a wait ends.
 
         :param verdict: reasons for which the wait ends
-        :param what: description of the wait
+        :param what: beginning of the message
         :param wait: `waits.Wait`, which describes the fault of other ranks, or None
         :param waited: seconds that the wait has lasted
         """

@@ -4,7 +4,8 @@ The action depends on the cause of the end and on the state of the other ranks. 
 both at two points: in the exception hook (`MPIWorld._uncaught`), if an exception was not
 caught, and at the exit of the interpreter (`ExitHandler._leave` in `process`). At each point, it
 looks up its next action in :data:`ACTIONS`. The table does not apply to a fork, nor to the exit of
-a rank that has survived the failure of another rank. Both exit without `MPI_Finalize`.
+a rank that has survived the failure of another rank. Both exit without `MPI_Finalize`. Nor does it
+apply to an uncaught exception in a thread other than the main thread, which aborts the job.
 """
 
 import enum
@@ -16,7 +17,7 @@ from mpigossip.config.errors import Failure
 class Cause(enum.Enum):
     """Cause of the end of a rank."""
 
-    EXIT = "the program has ended or called sys.exit(0), and no error has left its world"
+    EXIT = "the program has ended or called sys.exit, and no error has left its world"
     ERROR = (
         "an exception that is not a Failure: a user error, an interrupt or a bug; at the exit, any "
         "error that has left the world, such as sys.exit(1) in it, or a Failure that was caught"
@@ -81,4 +82,4 @@ ACTIONS = {
     (Cause.ERROR, Others.EXITING): Action.FINALIZE,
     (Cause.ERROR, Others.STUCK): Action.SKIP_FINALIZE,
 }
-"""Action of a rank for each cause of its end and each state of the other ranks."""
+"""Action of a rank for each cause of its end and each state of the other ranks that can occur."""

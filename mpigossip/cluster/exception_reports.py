@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 """Exit code after an interrupt, by the convention of shells."""
 GATHER_ERRORS_S = 1.0
-"""Seconds to wait for the other ranks to end by the same exception."""
+"""Seconds to wait for the other ranks to end by an exception, too."""
 REPORT_INTERVAL_S = 0.05
 """Seconds between two ranks' reports of different exceptions: the first report ends the job."""
 EXIT_LIMIT_S = 30
@@ -48,8 +48,9 @@ def code(error: BaseException | None) -> int:
 def format_error(error: BaseException, rank: str = "", every: str = "", where: str = "") -> str:
     """Format an exception for the user.
 
-    A user error, a run failure or an interrupt becomes one paragraph with the line of the user's
-    code; any other exception becomes a traceback.
+    A user error, a run failure or an interrupt becomes its message, without a traceback. For the
+    first two, the line of the user's code follows if it is known. Any other exception becomes a
+    traceback.
 
     :param error: the exception
     :param rank: name of the reporting rank; "": all ranks report the same
@@ -81,9 +82,10 @@ def error_key(error: BaseException) -> bytes:
 
 
 def errors_of_all_ranks(monitor: WaitMonitor, error: BaseException) -> list[bytes] | None:
-    """Return the :func:`error_key` of each rank's uncaught exception, in rank order; collective.
+    """Return a hash of the :func:`error_key` of each rank, in rank order; collective.
 
-    The result is None if some ranks continue or wait, or if a rank has failed.
+    The result is None if some ranks continue or wait, or if a rank has failed. This rank ignores
+    interrupts from now on.
 
     :param monitor: wait monitor of the world
     :param error: uncaught exception of this rank
@@ -101,7 +103,7 @@ def write_stderr(text: str) -> None:
 
 
 def wait_turn(rank: int) -> None:
-    """Wait for a time that grows with the rank.
+    """Wait for a time that grows with the rank, up to one second from rank 20 on.
 
     The first rank that reports its exception ends the job, so the lowest rank should report first.
     """
@@ -122,7 +124,8 @@ def exit_with_watchdog(number: int) -> None:
 def once(error: LaunchError) -> Callable:
     """Return an exception hook that reports a failed launch on rank 0 only.
 
-    Without this hook, each process would report the failure, because each process detects it.
+    Without this hook, each process would report the failure, because each process detects it. The
+    hook ends the process with exit code `WRONG`; on ranks other than 0, it first waits.
 
     :param error: error of the launch; the previous hook handles other exceptions
     """

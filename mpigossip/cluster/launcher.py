@@ -23,7 +23,7 @@ LAUNCHERS = (
 
 
 class LaunchError(UserError):
-    """MPI is missing, or its world differs from the processes that the launcher started.
+    """Error that MPI is missing, or that its world differs from the processes of the launcher.
 
     Each process detects this independently. `rank` is the rank that the launcher assigned to it, so
     that a program can print the message only if `rank` is 0.
@@ -105,7 +105,8 @@ def check_alone(size: int, env: Mapping[str, str], child: tuple[int, ...]) -> No
     :param env: environment variables
     :param child: identity of this process in `multiprocessing`, counted from 1, if it was started
         by ``torch.multiprocessing.spawn`` for example; otherwise empty
-    :raises LaunchError: if several processes were started without MPI's launcher
+    :raises LaunchError: if the process was started by torchrun or a similar program together with
+        others, or by `multiprocessing`
     """
     if size > 1 or any(number == 1 for _, number, _ in launcher_ranks(env)):
         return
@@ -238,6 +239,7 @@ def hide(environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
     A framework has to treat each rank as a separate program. MPI and this package have read the
     variables before.
 
+    :param environ: environment variables, which are changed
     :return: names and values of the removed variables, for :func:`restore`
     """
     if not any(name in sys.modules for name in FRAMEWORKS):

@@ -31,7 +31,10 @@ _ranks_have_own_gpus = False
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """Return this rank's number on its host, and the number of ranks; (0, 1) without a launcher."""
+    """Return this rank's number on its host, from 0, and the number of ranks of the host.
+
+    Without variables of a launcher, the result is (0, 1).
+    """
     for number, count in LOCAL:
         # Slurm writes "8", or "8(x3),4" for several hosts; use the number of the first host
         ranks = re.match(r"\d+", environ.get(count, ""))
@@ -52,13 +55,16 @@ def resolve_auto(
 ) -> tuple[str, Any]:
     """Return `node.devices` and `node.ranks_per_node` without "auto", equal on equal hosts.
 
-    If `node.devices` is given, the automatic `node.ranks_per_node` is 1. Otherwise:
+    A value other than "auto" is not changed. If `node.devices` is given, the automatic
+    `node.ranks_per_node` is 1. If both are automatic:
 
     * Without a GPU, the devices are "cpu:1", and each rank is a node.
     * If a host has one rank, this rank uses all GPUs that torch sees.
     * If a host has several ranks and at least one GPU for each, these ranks are one node. They
       divide the GPUs among them, unless the launcher has done so.
     * If there are more ranks than GPUs, the ranks share the GPUs, and each rank is a node.
+
+    If `node.ranks_per_node` is given, an automatic `node.devices` is chosen in the same way.
 
     :param devices: value of `node.devices`
     :param ranks_per_node: value of `node.ranks_per_node`
@@ -129,7 +135,7 @@ def gpu_of(device: str) -> str:
 
 
 def seen_gpus() -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that this rank sees; before it has used CUDA, return none."""
+    """Return the UUIDs of the GPUs that this rank sees; () if it has not used CUDA yet."""
     if "torch" not in sys.modules:
         return ()
     import torch
@@ -141,6 +147,8 @@ def seen_gpus() -> tuple[str, ...]:
 
 def compare_gpus(hosts: Sequence[str], gpus_by_rank: Sequence[Sequence[str]]) -> None:
     """Store whether the ranks of each host see different GPUs, for :func:`launcher_assigns`.
+
+    The stored value is False if no host has several ranks, or if the GPUs of a rank are not known.
 
     :param hosts: host name of each rank of the world
     :param gpus_by_rank: result of :func:`seen_gpus` on each rank of the world
@@ -157,9 +165,9 @@ def compare_gpus(hosts: Sequence[str], gpus_by_rank: Sequence[Sequence[str]]) ->
 
 
 def check_other_accelerators() -> None:
-    """Reject a host whose GPUs this package cannot use, unless the program asks for CPUs.
+    """Reject a host with Intel GPUs; on a Mac, print a note that its GPU is not used.
 
-    On a Mac, which has no other devices for training, print a note instead.
+    Callers call this if torch sees no GPU that this package can use, and the devices are automatic.
 
     :raises JobError: if torch sees Intel GPUs (XPU)
     """
@@ -169,7 +177,8 @@ def check_other_accelerators() -> None:
     if xpu is not None and xpu.is_available():
         raise JobError(
             f'node.devices = "auto": torch sees {xpu.device_count()} Intel GPUs (XPU), which '
-            'mpigossip does not support; use node.devices = "cpu:1" to train on CPUs'
+            'mpigossip does not support; to train on CPUs, use node.devices = "cpu:1" or, in a '
+            'custom loop, torch.device("cpu") instead of world.device()'
         )
     if torch.backends.mps.is_available():
         print_note_once("training runs on the CPU: mpigossip does not use the GPU of a Mac (MPS)")
@@ -178,6 +187,7 @@ def check_other_accelerators() -> None:
 def check_device_type(device: "torch.device") -> None:
     """Reject parameters on a device that is neither a CPU nor a GPU of NVIDIA or AMD.
 
+    :param device: device of the parameters
     :raises JobError: if the device has any other type, such as "xpu" or "mps"
     """
     if device.type not in ("cpu", "cuda"):
@@ -260,7 +270,7 @@ def slots_of(
     the host gets the GPUs from i·K on, and after the last GPU those from 0 on. If torch sees at
     most K GPUs, each rank gets the numbers 0 to K − 1; this function does not check that these GPUs
     exist. The numbers in "cuda:…" refer to the visible GPUs; a number that occurs twice gives two
-    slots.
+    slots. "auto" is resolved as by :func:`resolve_auto` for one rank per node.
 
     :param devices: value of `node.devices`
     :param environ: variables of the launcher

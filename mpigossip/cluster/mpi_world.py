@@ -66,11 +66,11 @@ class MPIWorld(Communicator):
     `nodes` (`nodes.count` nodes of `nodes.per_node` ranks each), and `comm`, an mpi4py communicator
     that duplicates MPI.COMM_WORLD.
 
-    While the world is open, an uncaught exception in any thread of any rank ends the whole job,
-    with a message that names the rank and the host, or all ranks if they end by the same exception.
-    If a rank leaves the ``with`` block with an exit code other than 0, the other ranks have
-    `process.LEAVE_S` seconds to end, too. Afterwards, that rank aborts the job, so that no rank
-    hangs.
+    While a world of several ranks is open, an uncaught exception in any thread of any rank ends the
+    whole job, with a message that names the rank and the host, or all ranks if they end by the same
+    exception. If a rank leaves the ``with`` block with an exit code other than 0, the other ranks
+    have `process.LEAVE_S` seconds to end, too. Afterwards, that rank aborts the job, so that no
+    rank hangs.
 
     If MPI is `fault_tolerant` and the job `survives`, `shrink` turns this into the world of the
     survivors of a rank failure. They get new ranks; `original_ranks` are their ranks at the start.
@@ -192,8 +192,9 @@ class MPIWorld(Communicator):
     ) -> "ProcessGroup":
         """Return the torch process group of this rank's node, for DDP; collective.
 
-        The world of torch.distributed consists of the ranks of this node, and a rank in it is a
-        local rank. With "nccl", :meth:`device` becomes the current device, and the group uses it.
+        The group consists of the ranks of this node, and a rank in it is a local rank. If the
+        program has not initialized torch.distributed, this call does; with "nccl", :meth:`device`
+        then becomes the current device, and the group uses it.
 
         :param backend: backend of torch.distributed; None: "nccl" if there are GPUs, otherwise
             "gloo"
@@ -314,6 +315,8 @@ def open_world(timeout_s: float = TIMEOUT_S) -> MPIWorld:
 
     Under a launcher (srun, mpirun) the world has the launcher's ranks; otherwise it has one rank.
 
+    If some ranks do not call this within the time limit, the job is aborted.
+
     :param timeout_s: seconds that each wait for other ranks may take
     :raises LaunchError: if MPI cannot be loaded, or does not join processes that were started
         together
@@ -370,7 +373,7 @@ def threads_may_call_mpi() -> bool:
 def _threads_end_the_job(comm: "MPI.Intracomm") -> Iterator[None]:
     """Return a context manager in which an uncaught exception of any thread aborts the job.
 
-    The world is opened inside; it then installs hooks of its own.
+    It covers the collective call before the world installs hooks of its own.
     """
     before = threading.excepthook
     name = f"rank {comm.rank} of {comm.size} on {os.uname().nodename}"
@@ -444,6 +447,7 @@ def shrunken(comms: "Sequence[MPI.Intracomm]", timeout_s: float) -> "MPI.Intraco
     :param comms: communicators to revoke; the first one contains all ranks
     :param timeout_s: time limit in seconds
     :raises WaitTimeoutError: if not all survivors call this within the time limit
+    :raises MPI.Exception: if Shrink fails
     """
     from mpi4py import MPI
 

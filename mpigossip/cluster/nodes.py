@@ -81,6 +81,7 @@ def group_ranks(world: World, ranks_per_node: int | str) -> Nodes:
     :param ranks_per_node: number of consecutive ranks of a host that form a node; "host": all ranks
         of a host
     :raises JobError: on all ranks, if the ranks of some host cannot be grouped like this
+    :raises WaitTimeoutError: if some rank does not call this in time
     """
     if ranks_per_node == 1:
         return Nodes.of_ranks(world)
@@ -168,9 +169,10 @@ def racks(
     :param placement: "hostnames": the host name without its last number (r12n03 is in rack r12n);
         "scheduler": the switch in the scheduler's address; "file:PATH": a file with lines
         "HOST RACK"
-    :param hosts: host name of each rank
+    :param hosts: host name of each rank; the text from the first dot on is ignored
     :param scheduler_addresses: result of :func:`addresses`, for "scheduler"
-    :raises JobError: if the rack of some rank is not known, or the file cannot be read
+    :raises JobError: if the rack of some rank is not known, or if the file cannot be read or has
+        another format
     """
     short = [host.split(".")[0] for host in hosts]
     if placement == "hostnames":

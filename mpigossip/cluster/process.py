@@ -39,7 +39,7 @@ The launcher of Open MPI discards output that it has not read before the abort.
 LEAVE_S = 10.0
 """Seconds for which a rank that ends by an error waits for the other ranks to end, too."""
 PROGRESS = "mpigossip-progress"
-"""Name of threads that call MPI."""
+"""Name of progress threads, which call MPI."""
 PR_SET_PDEATHSIG = 1
 """Number of the option of Linux's ``prctl`` that sends a signal when the parent ends."""
 _start: RankStart | None = None
@@ -113,10 +113,11 @@ def before_mpi(
 ) -> float:
     """Watch the start of MPI from now on, before MPI is imported, and return ``timeout_s``.
 
-    If this process was started alone, or without a launcher, nothing is watched.
+    If this process was started alone, or without a launcher, nothing is watched. A watch that has
+    begun is not changed.
 
     :param folder: run directory, in which each rank creates a file to show that it has started;
-        None: a temporary directory
+        None: the system's temporary directory
     :param timeout_s: seconds that MPI may take to start, from now on
     :param devices: value of `node.devices`; None: the value of an earlier call, or "auto"
     """
@@ -155,7 +156,10 @@ def _shared(folder: Path | None) -> Path:
 
 
 def start_mpi() -> None:
-    """Start MPI with this rank's GPU as current device; a watch begun by `before_mpi` continues."""
+    """Start MPI with this rank's GPU, if it has one, as current device.
+
+    A watch begun by :func:`before_mpi` continues.
+    """
     from mpi4py import MPI
 
     make_current_before_mpi(_devices)
@@ -216,7 +220,7 @@ class ExitHandler:
         """Register the exit handler; collective over ``comm``. Only the first call has an effect.
 
         :param finalize: True if this package has initialized MPI
-        :param comm: communicator of all ranks, whose blocking calls have a time limit
+        :param comm: `TimeoutComm` of all ranks
         """
         if not self._prepared:
             self._prepared = True
@@ -271,7 +275,7 @@ class ExitHandler:
         be abandoned. After an error, the wait ends after `LEAVE_S` seconds; otherwise, it has no
         limit.
 
-        :param comm: communicator of all ranks
+        :param comm: communicator of all ranks, used by this object only
         :param code: exit code of this process, which the answers to other ranks contain
         """
         from mpi4py import MPI
@@ -338,6 +342,7 @@ def report_unused(nodes: int) -> None:
     """Print, at the exit of a program, that its nodes have exchanged nothing.
 
     This function is registered as an exit function. The first object that exchanges unregisters it.
+    It prints nothing after an error in the world, and nothing in a fork.
 
     :param nodes: number of nodes of the world
     """

@@ -1,4 +1,4 @@
-"""Process groups of torch between MPI ranks or their slots; they need no rendezvous server.
+"""Process groups of torch between MPI ranks or their slots, for which no server has to be started.
 
 The backend is NCCL on GPUs (NCCL has not been tested with more than one GPU) and gloo on CPUs.
 """
@@ -26,8 +26,8 @@ ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 launch_lock = threading.Lock()
 """Lock held while NCCL calls of several slots are launched.
 
-Every other thread takes it for its CUDA calls: a thread that waits for a device would otherwise
-wait for launches that wait for it.
+The threads that copy or send take it for their CUDA calls, too: a thread that waits for a device
+would otherwise wait for launches that wait for it.
 """
 REMEDY = "run with NCCL_DEBUG=INFO to see the cause"
 
@@ -38,6 +38,7 @@ class GroupRank(NamedTuple):
     group: str
     """Name that is equal on all ranks of the group and differs between groups of the same call."""
     rank: int
+    """Rank in the group."""
     size: int
     """Number of ranks of the group."""
     device: str
@@ -61,7 +62,7 @@ def open_groups(
     :param group_ranks: this process's rank in each of its groups
     :param timeout_s: seconds that connecting may take; a call on a group ends after at most twice
         that time
-    :returns: groups in the order of ``group_ranks``
+    :return: groups in the order of ``group_ranks``
     :raises JobError: on all ranks, if an environment variable makes NCCL hang
     :raises WaitTimeoutError: on all ranks, if a group is not connected within the time limit
     :raises Failure: on all ranks, if opening a group fails; the message names the group and rank
@@ -107,12 +108,13 @@ def start_transfers(
     sent: Sequence[tuple[int, torch.Tensor]],
     received: Sequence[tuple[int, torch.Tensor]],
 ) -> list[Any]:
-    """Start the sends and receives of a slot as one group of calls; return torch's work objects.
+    """Start the sends and receives of a slot, with NCCL as one group of calls.
 
     :param group: process group of the slot
     :param device: device of the slot
     :param sent: pairs (rank, array) to send
-    :param received: pairs (rank, array) to receive
+    :param received: pairs (rank, array), where the array is the memory for the received one
+    :return: torch's work objects
     """
     if device.type == "cpu":  # gloo has no groups of calls
         works = [group.recv([memory], j, 0) for j, memory in received]
@@ -159,17 +161,18 @@ def check_environment(world: World, group_ranks: Sequence[GroupRank]) -> None:
 
 
 def node_group(world: World, backend: str | None, timeout_s: float) -> dist.ProcessGroup:
-    """Return this rank's node as the world of torch.distributed; collective over the node.
+    """Return the torch process group of this rank's node; collective over ``world``.
 
     If the program has not initialized torch.distributed, initialize it; the group is then destroyed
-    when ``world`` closes. If the program has initialized it with another backend, return a new
-    group.
+    when ``world`` closes. If the program has initialized it, return its world, or a new group if
+    ``backend`` is another backend.
 
     :param world: all ranks; local ranks become ranks of torch.distributed
-    :param backend: "nccl" or "gloo"; None: "nccl" if there are GPUs
+    :param backend: "nccl" or "gloo"; None: "nccl" if there are GPUs, otherwise "gloo"
     :param timeout_s: timeout of the process group in seconds
     :raises JobError: on all ranks, if torch.distributed was initialized with other ranks than the
         node's
+    :raises WaitTimeoutError: if some rank does not call this in time
     """
     node = world.nodes.intra_node
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
@@ -303,7 +306,7 @@ def _share_keys(
         if any(late for *_, late in reports):
             raise WaitTimeoutError(
                 f"some process groups are not connected: {', '.join(missing[:4])} (waited "
-                f"{timeout_s:g} s)"
+                f"{timeout_s:g} s): check the network between these ranks"
             )
         time.sleep(pause)
         pause = min(20 * LONGEST_S, 1.5 * pause)

@@ -3,8 +3,8 @@
 MPI_Init waits for all ranks without a time limit. It is called through ctypes, which releases the
 interpreter's lock. Until MPI runs, each rank keeps a file HOST/RANK.PROCESS (PROCESS is its process
 ID) in a folder that the ranks share. A rank lists the files of its own host repeatedly, but the
-files of all hosts only at the time limit: otherwise, n ranks would list n² files each time. Ranks
-that fail later are reported by the launcher.
+files of all hosts only from the time limit on: otherwise, n ranks would list n² files each time.
+Ranks that fail later are reported by the launcher.
 """
 
 import atexit
@@ -36,7 +36,9 @@ class StartedRank(NamedTuple):
     """A rank whose file exists."""
 
     process: int
+    """Process ID."""
     host: str
+    """Name of the host."""
     has_entered: bool
     """True if the rank has called MPI_Init."""
 

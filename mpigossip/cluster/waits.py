@@ -6,14 +6,14 @@ itself answers with its own. Each rank numbers the calls that all ranks have to 
 wait in different calls of the same number will never meet, and a rank that has reached the end of a
 loop does not return to it: in both cases, the wait ends early. After half of its time limit, a rank
 also informs the first ranks of the world. At the limit, the error names the awaited ranks that have
-sent nothing: they are computing, stopped or unreachable.
+sent nothing since their last wait: they are computing, stopped or unreachable.
 
-As long as no wait is long, no message is sent, not even when a world closes or a rank exits: a rank
-that exits answers the ranks that wait for it, until all ranks exit. A rank sends at most
-`MAX_AWAITED` messages each time its wait has doubled, so that the number of messages of a job grows
-in proportion to its number of ranks. Only a long pause and the report of an error are announced to
-all ranks. While the pause of one rank is announced, no other rank announces its own
-(:class:`Pause`).
+As long as no wait and no pause is long, no message is sent, not even when a world closes or a rank
+exits: a rank that exits answers the ranks that wait for it, until all ranks exit. A rank sends
+about `MAX_AWAITED` messages each time its wait has doubled, and once `MAX_RECIPIENTS`, so that the
+number of messages of a job grows in proportion to its number of ranks. Only a long pause and the
+report of an error are announced to all ranks. While the pause of one rank is announced, no other
+rank announces its own (:class:`Pause`).
 
 An interrupt (Ctrl-C) may arrive between any two instructions. A message is therefore received into
 memory of the `WaitMonitor`, and recorded by operations that can be repeated. If the sending of a
@@ -57,7 +57,7 @@ RECEIVE_AFTER_S = 0.5
 INFORM_S = 1.0
 """Seconds of waiting before the awaited ranks are informed; this doubles after each time."""
 MAX_AWAITED = 16
-"""Largest number of awaited ranks that are informed after `INFORM_S`."""
+"""Number of awaited ranks that are informed at a time; one more, if this rank is not awaited."""
 STATUS_DTYPE = np.dtype(
     [
         ("status", np.int64),
@@ -71,14 +71,15 @@ STATUS_DTYPE = np.dtype(
 """Format of a message, which holds the ``status`` of the sending rank.
 
 ``call`` is the name of the call that the rank is in, ``steps`` its number of steps, ``order`` the
-number of the call, ``rank`` the sender, and ``number`` the number of the message, from 1.
+number of the call, ``rank`` the sender, and ``number`` the number of the message among those from
+the sender to the receiver, from 1.
 """
 DEPARTURE_GRACE_S = 10.0
 """Seconds after which a departed rank counts as gone: its last messages have arrived by then."""
 MAX_RECIPIENTS = 64
 """Largest number of ranks, counted from rank 0, that are informed besides the awaited ones."""
 ANNOUNCE_AFTER_S = 0.05
-"""Seconds after which a pause is announced, so that short pauses send no message."""
+"""Shortest time, in seconds, after which a pause is announced: short pauses send no message."""
 POLLS = 5
 """Number of times that messages are received before a pause is announced."""
 POLL_AGAIN_S = 2e-3
@@ -91,6 +92,7 @@ class Report(NamedTuple):
     """State of another rank, as its last message described it."""
 
     status: int
+    """Status, as the module `deadline` defines it."""
     call: str
     """Name of the collective call of the user's program that the rank is in; "" outside of one."""
     steps: int
@@ -102,7 +104,7 @@ class Report(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        """Return whether the rank ends a loop, its world or the program."""
+        """True if the rank ends a loop, its world or the program."""
         return self.call.startswith(END_PREFIX)
 
 
@@ -127,9 +129,9 @@ def departed_code(own: Report, other: Report, now: float) -> int | None:
     `DEPARTURE_GRACE_S` seconds after its report, because messages that it sent before may still
     arrive. The code is 0 if it is not known, and for a rank that waits in another call.
 
-    Two kinds of ranks do not count: a rank that closes its world, while this rank ends its loop or
-    world, too, because both then take part in the same collective calls; and, during a step, a rank
-    with more steps than this rank, because it has already taken part.
+    Two kinds of ranks do not count: a rank that ends its loop or world, while this rank does so,
+    too, because both then take part in the same collective calls; and, during a step, a rank with
+    more steps than this rank, because it has already taken part.
 
     :param own: state of this rank
     :param other: last report of the other rank
@@ -163,7 +165,7 @@ class WaitMonitor:
         self._hosts = hosts
         self._ordered = ordered
         self._reports: dict[int, Report] = {}
-        """Last message received from each rank."""
+        """State of each rank from which a message was received, by rank."""
         self._sent: list[_SentMessage] = []
         self._interrupted: set[_SentMessage] = set()
         """Messages that may or may not have been sent; they are kept because MPI may read them."""
@@ -209,7 +211,7 @@ class WaitMonitor:
         While a pause is announced, a wait in another thread does not change the status PAUSED.
 
         :param ranks: ranks of this world to send to
-        :param status: status to send, a constant of the module `deadline`
+        :param status: status to send, as the module `deadline` defines it
         """
         # The status of a fork would look like the status of this rank.
         if os.getpid() != self._process:
@@ -284,8 +286,8 @@ class WaitMonitor:
     def answer(self, status: int) -> None:
         """Send the status to the ranks that have asked for it by a message.
 
-        A rank is answered if a message with its status WAITING or CLOSING arrives now. If such a
-        message arrived earlier and the rank still waits, it is answered once.
+        A rank is answered if a message with its status WAITING or CLOSING arrives now. A rank whose
+        last message arrived earlier and has the status WAITING is answered once.
         """
         asking = self.receive_status()
         still_waiting = {
@@ -297,7 +299,10 @@ class WaitMonitor:
             self.send_status(recipients, status)
 
     def claim_report(self) -> bool:
-        """Return whether this rank is the first to report why the job ends; announce it if so."""
+        """Return whether no other rank is known to report why the job ends.
+
+        If so, announce that this rank reports it.
+        """
         self.receive_status()
         if self._has_status(REPORTING):
             return False
@@ -305,12 +310,12 @@ class WaitMonitor:
         return True
 
     def poll_paused(self) -> bool:
-        """Receive messages, then return whether any rank is known to be paused."""
+        """Receive messages, then return whether any other rank is known to be paused."""
         self.receive_status()
         return self.has_paused()
 
     def has_paused(self) -> bool:
-        """Return whether any rank is known to be paused, without receiving messages."""
+        """Return whether any other rank is known to be paused, without receiving messages."""
         return self._has_status(PAUSED)
 
     def _has_status(self, status: int) -> bool:
@@ -319,6 +324,8 @@ class WaitMonitor:
 
     def departed_code(self, awaited_ranks: Callable[[], Iterable[int]]) -> int | None:
         """Return the exit code of an awaited rank that will never come; None if there is none.
+
+        The code is 0 if it is not known; see the function :func:`departed_code`.
 
         :param awaited_ranks: function that returns the awaited ranks; no rank stands for all ranks
         """
@@ -334,11 +341,12 @@ class WaitMonitor:
         return next((code for rank, code in codes.items() if rank in awaited or not awaited), None)
 
     def next_awaited(self, awaited: Iterable[int]) -> set[int]:
-        """Return the next `MAX_AWAITED` awaited ranks, which are informed after `INFORM_S`.
+        """Return the awaited ranks that follow this rank cyclically, about `MAX_AWAITED` of them.
 
-        They are the first awaited ranks that follow this rank cyclically; an empty ``awaited``
-        stands for all ranks. This suffices: if the ranks wait in two calls, then some rank of one
-        call is followed by a rank of the other.
+        These ranks are informed of a wait first. This suffices: if the ranks wait in two calls,
+        then some rank of one call is followed by a rank of the other.
+
+        :param awaited: ranks of this world that the wait needs; if empty, all ranks
         """
         ranks = {*awaited} or {*range(self._comm.size)}
         distance = {(rank - self._comm.rank) % self._comm.size: rank for rank in ranks}
@@ -349,7 +357,7 @@ class WaitMonitor:
         return {*range(min(MAX_RECIPIENTS, self._comm.size)), *extra} - {self._comm.rank}
 
     def describe_fault(self, awaited: Iterable[int]) -> str:
-        """Return a text that names the awaited ranks at fault, and what they do.
+        """Return a text about the awaited ranks at fault, and about ranks in other calls.
 
         :param awaited: ranks of this world that the wait needs; if empty, all ranks
         """
@@ -409,8 +417,10 @@ class WaitMonitor:
 
         The next communicator gets the context ID of the freed one. A message that arrived later
         would be matched by that communicator; with Open MPI, all of its messages would then hang.
+        A pause of this rank ends.
 
-        :raises WaitTimeoutError: if not all messages have arrived after ``timeout_s`` seconds
+        :param timeout_s: time limit in seconds
+        :raises WaitTimeoutError: if not all messages have arrived within the time limit
         """
         from mpi4py import MPI
 
@@ -440,7 +450,7 @@ class _SentMessage:
         self.request: MPI.Request | None = None
 
     def is_complete(self) -> bool:
-        """Return whether MPI needs the memory no longer, also because the receiver has failed."""
+        """Return whether MPI no longer needs the memory, also because the receiver has failed."""
         try:
             return self.request is None or self.request.Test()
         except Exception:  # noqa: BLE001 - the receiver has failed; the next MPI call reports it
@@ -555,11 +565,12 @@ class Wait:
     def poll(self) -> int | None:
         """Receive messages once the wait is long, and inform other ranks of it.
 
-        The next awaited ranks are informed after `INFORM_S`, and again each time the waited time
-        has doubled. The first ranks of the world are informed once, after half of the time limit.
-        If a message arrives from a rank that waits itself, this rank answers once.
+        The next awaited ranks are informed after `INFORM_S`, or half of the time limit if that is
+        less, and again each time the waited time has doubled. The first ranks of the world are
+        informed once, after half of the time limit. If a message arrives from a rank that waits
+        itself, this rank answers once.
 
-        :return: result of :meth:`WaitMonitor.departed_code`
+        :return: result of :meth:`WaitMonitor.departed_code`; None while the wait is short
         """
         waited = time.monotonic() - self._begin
         if waited < self._receive_after:
@@ -577,7 +588,7 @@ class Wait:
         return self._monitor.departed_code(self._awaited_ranks)
 
     def is_paused(self) -> bool:
-        """Return whether any rank is known to be paused, without receiving messages."""
+        """Return whether any other rank is known to be paused, without receiving messages."""
         return self._monitor.has_paused()
 
     def finish(self) -> None:
@@ -588,7 +599,7 @@ class Wait:
     def describe_fault(self, departed_code: int | None = None) -> str:
         """Return a text about the rank at fault, or "" if it is not known.
 
-        :param departed_code: last result of :meth:`poll`
+        :param departed_code: last result of :meth:`poll`; None: no awaited rank has departed
         """
         self._monitor.receive_status()
         if departed_code is None:

@@ -59,7 +59,9 @@ class World:
     """All ranks of a job. This base class is a world of one process without MPI.
 
     `simulate` uses the base class, in which calls that need other ranks return at once. All methods
-    are collective, unless their docstring says otherwise.
+    are collective, unless their docstring says otherwise. In a world with MPI, a wait for other
+    ranks raises WaitTimeoutError at its time limit, and a call that uses MPI in a fork raises
+    JobError.
     """
 
     rank = 0
@@ -71,13 +73,14 @@ class World:
     nodes: Nodes
     """Assignment of ranks to nodes."""
     node_position = (0, 1)
-    """Local rank and ranks of this rank's node, in an inter-node world; otherwise (0, 1)."""
+    """In an inter-node world: local rank of this rank, and number of ranks of its node. Otherwise
+    (0, 1)."""
     original_ranks: tuple[int, ...] = (0,)
-    """Rank of each rank before any rank failure; survivors are renumbered after one."""
+    """Rank of each rank in the world of all ranks, as it was numbered before any rank failure."""
     timeout_s = TIMEOUT_S
     """Seconds after which a wait for another rank fails."""
     whole = False
-    """True if all ranks of the job belong to it, so that all make its calls in the same order."""
+    """True for the world of all ranks of an MPI job, which all make its calls in the same order."""
     launched = False
     """True if a launcher started this process, even as the only rank."""
     fault_tolerant = False
@@ -102,11 +105,17 @@ class World:
         self.after_close = ExitStack()
 
     def gather(self, value: Any) -> list | None:
-        """Return the values of all ranks, in rank order, on rank 0, and None on other ranks."""
+        """Return the values of all ranks, in rank order, on rank 0, and None on other ranks.
+
+        :raises WaitTimeoutError: if some rank does not call this in time
+        """
         return [value]
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's ``value``, an object that can be pickled, on every rank; collective."""
+        """Return rank 0's ``value``, an object that can be pickled, on every rank; collective.
+
+        :raises WaitTimeoutError: if some rank does not call this in time
+        """
         return value
 
     def start_agree(self, flag: int) -> Agreement:
@@ -133,6 +142,7 @@ class World:
         In a world of one process, it has no effect.
 
         :param error_types: types of the exceptions to raise on all ranks
+        :raises CollectiveError: on all ranks, if any rank has raised one of these exceptions
         """
         yield
 
@@ -154,6 +164,7 @@ class World:
         :param ranks_per_node: number of consecutive ranks of a host that form a node; "host": all
             ranks of a host
         :raises JobError: on all ranks, if the ranks cannot be grouped like this
+        :raises RuntimeError: if this world is a part of another world
         """
 
     def shrink(self) -> None:
@@ -176,8 +187,8 @@ class World:
         """Return this rank's device, and make it current if it is a GPU; local call.
 
         The ranks of a host divide the GPUs that torch sees, unless the launcher assigns GPUs to
-        each rank. If torch sees no GPU, the device is the CPU. Use this method for loops with one
-        device per rank::
+        each rank. If there are more ranks than GPUs, they share them. If torch sees no GPU, the
+        device is the CPU. Use this method for loops with one device per rank::
 
             device = world.device()
             model = Model().to(device)
@@ -247,5 +258,5 @@ class Nodes:
 
     @property
     def is_leader(self) -> bool:
-        """Return whether this rank has local rank 0."""
+        """True if this rank has local rank 0."""
         return self.local_rank == 0

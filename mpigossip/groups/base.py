@@ -20,7 +20,7 @@ T = TypeVar("T")
 def profiled(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator that shows a phase of a step in torch's profiler.
 
-    It costs nothing while no profiler runs.
+    It costs very little while no profiler runs.
     """
 
     def decorated(work: Callable[P, T]) -> Callable[P, T]:
@@ -37,7 +37,7 @@ def profiled(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 class GroupError(RuntimeError):
-    """Error of slots that can't work together; the message names device, call and remedy."""
+    """Error of slots that can't work together; the message contains a remedy."""
 
 
 def end_job(text: str) -> None:
@@ -61,9 +61,9 @@ class Group(Protocol):
     parameter ``shards`` holds for each slot its shard, an array (rows, P/L). Shard l has the
     columns l · P/L to (l + 1) · P/L − 1 of the whole array. Lists have an element for each slot of
     this process (``local_slots``): these are all slots of the node, or the slots of one rank.
-    Calls are collective over the ranks of the node. On a GPU, work is launched on the default
-    stream of the device. The methods that are implemented here are right if all slots are in this
-    process.
+    Calls are collective over the ranks of the node, except :meth:`works`. On a GPU, work is
+    launched on the default stream of the device. The methods that are implemented here are right if
+    all slots are in this process.
     """
 
     slots: int
@@ -77,7 +77,7 @@ class Group(Protocol):
     """Devices of the slots of this process."""
 
     def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
-        """Return for each slot a zeroed array (rows, columns) that the other slots can access."""
+        """Return for each slot a zeroed float32 array (rows, columns), which all calls accept."""
         return [torch.zeros(rows, columns, device=device) for device in self.devices]
 
     def run(self, work: Callable[[int], T]) -> list[T]:
@@ -93,9 +93,10 @@ class Group(Protocol):
         """
 
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return shard l of the mean over slots, summed in slot order; this overwrites ``full``.
+        """Return for each slot its shard of the mean over slots; this overwrites ``full``.
 
-        Other slots may change the arrays and the result until the next call of any method.
+        The sum is in slot order, unless NCCL chooses the order. Other slots may still read the
+        arrays until the next call of any method, so the caller may only change the shards.
         """
 
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
@@ -109,7 +110,7 @@ class Group(Protocol):
         return
 
     def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum small float64 arrays (rows, k) over slots, in slot order."""
+        """Return the sum of small float64 arrays (rows, k) over slots, in slot order."""
         return sum_in_order(per_slot)
 
     def works(self) -> None:

@@ -79,13 +79,16 @@ def make_group(
     or GPUs in a torch process group.
 
     :param devices: devices of this rank's slots
-    :param threads: number of torch threads of each slot
+    :param threads: number of torch threads of each slot but the first of this rank, in whose thread
+        the number is not changed
     :param shard: False if slot 0 updates and exchanges everything
     :param timeout_s: time limit, in seconds, of a call between GPUs and of waits for a late slot
-    :param world: world of the run; if its nodes have several ranks, the call is collective over it
+    :param world: world of the run; if its nodes have several ranks, the call is collective over it.
+        None: the node is in this process
     :param sums: order of sums between GPUs: "slots" or "nccl"
     :raises GroupError: if the slots can't work together
-    :raises Failure: if a torch process group can't connect them
+    :raises JobError: if an environment variable makes NCCL hang
+    :raises Failure: if a torch process group can't connect the slots
     """
     node = world.nodes.intra_node if world else None
     on_gpus = len(set(devices)) > 1 or (node is not None and devices[0] != "cpu")

@@ -63,8 +63,10 @@ class TorchGroup:
         :param order: order of sums. "slots": slots exchange chunks and add them in slot order, so
             that the result is bitwise identical to the result on CPUs; "nccl": the order
             that NCCL chooses
-        :param timeout_s: time limit of each call in seconds; a call that takes longer ends the job
+        :param timeout_s: time limit of each call in seconds. On GPUs, a call that takes longer ends
+            the job; on CPUs, it raises WaitTimeoutError
         :raises Failure: if the slots can't be connected
+        :raises JobError: if an environment variable makes NCCL hang
         """
         self.slots = self.segments = host.slots
         self.local_slots = host.local_slots
@@ -109,7 +111,8 @@ class TorchGroup:
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Average ``full`` over all slots; return each local slot's shard, a part of its own array.
 
-        :raises GroupError: if the number of columns is not a multiple of the number of slots
+        :param full: for each local slot an array (rows, P), which is overwritten
+        :raises GroupError: if P is not a multiple of the number of slots, or if the sum fails
         """
         if full[0].shape[1] % self.slots:
             raise GroupError(
@@ -242,6 +245,7 @@ class TorchGroup:
         :param call: name of the collective, for messages
         :param work: function of the index of a local slot that launches the slot's part
         :raises GroupError: if the collective fails
+        :raises WaitTimeoutError: if a rank or slot does not arrive in time
         """
         self._call = f"{call} over the node's slots"
         self._works = []
@@ -278,9 +282,12 @@ class TorchGroup:
     def _wait(self, k: int, work: Any) -> None:
         """Make the current stream of the slot's device wait for ``work``.
 
-        On CPUs, this thread waits. ``k`` is the index of the slot among the local slots.
+        On CPUs, this thread waits.
 
+        :param k: index of the slot among the local slots
+        :param work: work object of torch
         :raises WaitTimeoutError: if it takes longer than the time limit on CPUs
+        :raises RuntimeError: if the call has failed
         """
         self._begun_calls[k] = self._calls
         if self._on_gpus:
@@ -312,7 +319,11 @@ class TorchGroup:
 
 
 class Watchdog:
-    """Thread that ends the job if a collective of the slots fails or takes too long."""
+    """Thread that detects that a collective of the slots has failed or takes too long.
+
+    :meth:`check` then raises an error. If it is not called within `GRACE_S`, the thread ends the
+    job.
+    """
 
     def __init__(
         self,
@@ -354,6 +365,7 @@ class Watchdog:
         self._calls = deque()
 
     def check(self) -> None:
+        """Raise GroupError if a collective has failed or is late."""
         if self._failure:
             self._noticed.set()
             raise GroupError(self._failure)

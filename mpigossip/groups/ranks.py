@@ -25,14 +25,14 @@ TAG = 31
 LINE = 64
 """Bytes of a cache line: each rank writes to separate lines."""
 CAPACITY = 4096
-"""Largest number of float64 values that a rank can gather at once."""
+"""Largest number of float64 values of a rank in one call of :meth:`Barrier.gather`."""
 
 
 class SharedMemory:
     """Arrays of equal size, one for each rank of a host, that all of its ranks can access."""
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int):
-        """Allocate zeroed arrays of ``nbytes`` bytes; collective."""
+        """Allocate arrays of ``nbytes`` bytes, of which each rank zeroes its own; collective."""
         self._comm = comm
         (self.window, memory) = open_shared(comm, nbytes)
         self.arrays = [torch.frombuffer(buffer, dtype=torch.uint8)[:nbytes] for buffer in memory]
@@ -65,7 +65,7 @@ class Barrier:
 
         :param purpose: description of the wait, for the error message
         :raises WaitTimeoutError: if a rank is late by twice the node's time limit; this time starts
-            again whenever a late rank reports that it is working
+            again whenever a rank arrives, or a late rank reports that it is working
         """
         node = self._node
         window = self._shared.window
@@ -104,7 +104,8 @@ class Barrier:
     def gather(self, values: Sequence[float] | torch.Tensor) -> list[torch.Tensor]:
         """Return the values of all ranks, a float64 array for each rank; collective.
 
-        ``values`` are at most `CAPACITY` numbers, and their number is equal on all ranks.
+        :param values: at most `CAPACITY` numbers; their number is equal on all ranks
+        :raises WaitTimeoutError: as :meth:`wait`
         """
         count = len(values)
         # This half of the memory was last used two barriers ago. All ranks have read it, because
@@ -122,10 +123,10 @@ class Barrier:
 
 
 class RankGroup:
-    """Group of the L slots of a node that has several ranks on CPUs.
+    """Group of the L slots of a node that has several ranks.
 
     Each rank runs its own slots by an inner group. The slots access each other's arrays in shared
-    memory.
+    memory. On GPUs, a `TorchGroup` uses this group for small or rare calls.
     """
 
     def __init__(self, inner: Group, node: World):
@@ -163,7 +164,10 @@ class RankGroup:
         return local_arrays
 
     def _all(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the arrays of all slots; ``full`` are the local arrays or their first rows."""
+        """Return the arrays of all slots; ``full`` are the local arrays or their first rows.
+
+        :raises GroupError: if :meth:`zeros` has not returned these arrays
+        """
         arrays = self._all_arrays.get(full[0].data_ptr())
         if arrays is None or arrays[0].shape[1] != full[0].shape[1]:
             raise GroupError(
@@ -220,7 +224,7 @@ class RankGroup:
         self.barrier.wait("the node's vector")
 
     def sum_scalars(self, per_slot: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum in slot order over all ranks of the node; bitwise identical on all of them."""
+        """Return the sum over all slots of the node, in slot order; all ranks get the same bits."""
         shape = per_slot[0].shape
         local_count = len(per_slot)
         flat = torch.stack([values.double().cpu().reshape(-1) for values in per_slot])

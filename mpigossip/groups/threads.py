@@ -39,7 +39,8 @@ class ThreadGroup(Group):
         """Start a thread for each slot but the first.
 
         :param slots: number of slots
-        :param threads: number of torch threads of each slot; torch sets it per thread
+        :param threads: number of torch threads of each slot but the first, in whose thread the
+            number is not changed
         :param devices: device of each slot; None: the CPU. The sums of this group need memory that
             all slots can access, so all must be on the same device unless a `TorchGroup` sums
         :param first: number of the first slot in the node, for messages, if other ranks of the node
@@ -101,10 +102,12 @@ class ThreadGroup(Group):
         )
 
     def _take(self, done: queue.SimpleQueue, failed: bool) -> Any:
-        """Wait until a slot has ended its work; return its entry in the queue ``done``.
+        """Wait until a slot has ended its work; return its entry in the queue.
 
-        A pause of a rank extends the time limit. If a slot has ``failed``, the limit is `GRACE_S`.
+        A pause of a rank extends the time limit.
 
+        :param done: queue of the results of all slots
+        :param failed: whether a slot has failed; the time limit is then `GRACE_S`
         :raises queue.Empty: if the time limit is reached
         """
         extension = PauseExtension()
@@ -116,10 +119,12 @@ class ThreadGroup(Group):
                     raise
 
     def run(self, work: Callable[[int], T]) -> list[T]:
-        """Call ``work(slot)`` on all slots at once; raise the error of the first failed slot.
+        """Call ``work(slot)`` on all slots at once; return the results in slot order.
 
-        After a failure, the other slots may take `GRACE_S` seconds more.
+        If ``work`` raises exceptions, the exception of the lowest slot is raised. After a failure,
+        the other slots may take `GRACE_S` seconds more.
 
+        :param work: function of the number of a slot of this group
         :raises WaitTimeoutError: if a slot does not finish in time; the message names the slot
         """
         done: queue.SimpleQueue = queue.SimpleQueue()
@@ -193,6 +198,9 @@ def _next(entries: queue.SimpleQueue, limit_s: float) -> tuple | None:
 
     The wait has two parts, because the process may have been suspended during the first one.
 
+    :param entries: queue
+    :param limit_s: time limit in seconds
+    :return: the entry; None if it tells a slot to end
     :raises queue.Empty: if no entry arrives
     """
     try:

@@ -82,7 +82,9 @@ def open_mixer(
     :param exchange: transport of GPU memory, as in `node.exchange`
     :param timeout_s: time limit of each wait for other ranks, in seconds
     :param ages: delay table of a simulated asynchronous run; None otherwise
-    :raises ValueError: if there is no such mixer for the slots and ranks of this run
+    :raises ValueError: if there is no such mixer for the slots and ranks of this run, or if the
+        world has MPI, and its number of ranks is not the graph's number of nodes
+    :raises JobError: if the asynchronous mixer can't use the windows of this MPI
     :raises TransportUnavailable: on all ranks, if the transport named by ``exchange`` can't be used
     """
     options = {

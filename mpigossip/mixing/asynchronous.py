@@ -1,4 +1,4 @@
-"""Asynchronous gossip over MPI windows: no rank waits for another; rank i is node i.
+"""Asynchronous gossip over MPI windows: no rank waits for another in a round; rank i is node i.
 
 Each rank publishes its model in window memory in every round, whether or not other ranks are
 reading it at that time. A reader copies the newest model of its in-neighbour and compares two
@@ -92,7 +92,7 @@ class WindowMap(NamedTuple):
 
 @dataclass
 class ModelCopy:
-    """Copy of a neighbour's model."""
+    """Copy of a neighbour's model, or memory for one."""
 
     memory: torch.Tensor
     """Header from ``ROUND`` on, followed by the message, as uint8."""
@@ -122,6 +122,7 @@ class Asynchronous(WindowAccess, RankMixer):
         :param world: world whose rank i is node i
         :param timeout_s: seconds that each wait for other ranks may take
         :raises JobError: if the windows of this MPI do not have the unified memory model
+        :raises ValueError: if the graph or the layout does not fit (:class:`RankMixer`)
         """
         super().__init__(graph, layout, world, timeout_s)
         self.torn = 0
@@ -214,7 +215,7 @@ class Asynchronous(WindowAccess, RankMixer):
         their copies of it.
 
         :param t: index of the round
-        :return: an array of shape (1, p) for each vector
+        :return: for each slot, an array (1, p) for each vector, and its scalars
         """
         check_process()
         if self._round is not None:
@@ -326,7 +327,10 @@ class Asynchronous(WindowAccess, RankMixer):
             self._sending = self._thread.submit(lambda: self._send_corrections(corrections))
 
     def _is_usable(self, copy: ModelCopy, j: int) -> bool:
-        """Return whether a copy is complete and includes this rank's last correction."""
+        """Return whether a copy of rank j's model is published, complete and up to date.
+
+        It is up to date if it includes this rank's last correction.
+        """
         published = copy.complete and copy.head[0] >= 0
         return published and copy.head[INCLUDED - ROUND + self.rank] == self._sent_counts[j]
 
@@ -377,9 +381,9 @@ class Asynchronous(WindowAccess, RankMixer):
         """Return the change of the model by all corrections that are not applied yet; collective.
 
         The model plus the returned arrays is the model after these corrections. The corrections
-        stay in their buffers, and the next round applies them.
+        stay in their buffers, and the next round applies them. An open round is finished first.
 
-        :return: an array of shape (1, p) for each vector
+        :return: for each slot, an array (1, p) for each vector, and its scalars
         """
         if self._round is not None:
             self.finish()

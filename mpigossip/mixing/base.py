@@ -38,7 +38,7 @@ class MessageLayout:
     """
 
     widths: tuple[int, ...]
-    """Number of elements of each slot's shard; all are equal."""
+    """Number of elements of each slot's shard; all are equal, otherwise ValueError is raised."""
     vectors: int = 1
     """Number of vectors."""
     scalars: int = 0
@@ -223,8 +223,10 @@ class Mixer:
     def outbox(self, t: int) -> MessageArrays:
         """Return the arrays of the message for round t, after the last message has been read.
 
-        This waits for the nodes that read the last message. The caller must fill all arrays,
-        because their contents are undefined.
+        A synchronous mixer between ranks waits for the nodes that read the last message. The caller
+        must fill all arrays, because their contents are undefined.
+
+        :raises WaitTimeoutError: if such a node has not read it at the time limit
         """
         raise NotImplementedError
 
@@ -263,13 +265,16 @@ class Mixer:
     def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
         """Wait for the exchange and return ``sent`` and ``mixed``.
 
-        ``sent`` is the node's own message as the other nodes decode it, and ``mixed`` is the
-        weighted sum: ``mixed[i] = Σ_j W[i, j] sent_j``. After a LOCAL exchange, ``mixed`` is
-        ``sent``. Both must not be changed, and are valid until the next call of :meth:`outbox`.
+        ``sent`` is the node's own message as the other nodes decode it. After a GOSSIP exchange of
+        a synchronous mixer, ``mixed`` is the weighted sum, ``mixed[i] = Σ_j W[i, j] sent_j``; an
+        asynchronous mixer also subtracts corrections (`asynchronous`). After a GLOBAL exchange,
+        ``mixed`` is the average over all nodes, and after a LOCAL exchange, it is ``sent``. Both
+        must not be changed, and are valid until the next call of :meth:`outbox`.
 
         :param into: array to which the mixer may write the sum if it has not computed it yet, so
             that ``mixed`` is this array; None: the mixer's memory. It may only be given in a GOSSIP
             round whose message is one float32 vector, and on all ranks or on none
+        :raises WaitTimeoutError: if a message has not arrived at the time limit
         """
         raise NotImplementedError
 
@@ -285,7 +290,7 @@ class Mixer:
     def means(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return :meth:`mean` of an array of each slot; collective.
 
-        A mixer whose transport accesses GPU memory computes the means there.
+        A mixer whose transport accesses GPU memory can compute the means there.
 
         :param shards: for each slot an array (rows, p) on its device; all have the same width
         """
@@ -302,7 +307,8 @@ class Mixer:
     def estimate_memory(graph, layout, node: int, near: Sequence = (), averages: bool = True):
         """Return the bytes of a node's messages by purpose, without a mixer.
 
-        :meth:`memory` of an open mixer returns the same numbers. A purpose may have 0 bytes.
+        :meth:`memory` of an open mixer takes into account which transport the mixer uses. A purpose
+        may have 0 bytes.
 
         :param graph: graph of the nodes
         :param layout: layout of a node's message

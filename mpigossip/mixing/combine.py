@@ -1,8 +1,8 @@
 """Weighted sum of arrays and of messages, in a fixed order.
 
-Every mixer computes its sums by this module, whatever its transport, so that a simulated run and a
-run under MPI are bitwise identical. The kernels that may replace the torch operations of this
-module compute the same bits.
+Every synchronous mixer computes its sums by this module, whatever its transport, so that a
+simulated run and a run under MPI are bitwise identical. The kernels that may replace the torch
+operations of this module compute the same bits.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def weighted_sum(
 
 
 def copy_into(array: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy ``array`` to ``out``; if it is too large for the cache, the copy bypasses the cache.
+    """Copy ``array`` to ``out``; with the native library, a large copy bypasses the cache.
 
     This is a weighted sum with the weight 1, and 1 · a is exactly a.
     """

@@ -23,8 +23,8 @@ from mpigossip.mixing.simulated import Simulated
 DelayTable = Callable[[int], np.ndarray]
 
 OLDEST = 16
-"""Largest age of a received model, in rounds: instead of an older model, a node receives the model
-of this age."""
+"""Largest age of a received model, in rounds. `Faults` replaces a larger age by this one; if
+another delay table has a larger age, the node receives nothing."""
 
 
 def table(ages: np.ndarray) -> DelayTable:
@@ -61,8 +61,8 @@ class Faults:
 
         Node i ends its round t at time T_i(t), the sum of its :meth:`costs` since all nodes last
         waited for each other. At this time, it receives the newest model of node j, from the
-        last round s with T_j(s) ≤ T_i(t), so that its age is t − s. If node j is ahead of node i,
-        the age is 0.
+        last round s with T_j(s) ≤ T_i(t), so that its age is t − s, but at most `OLDEST`. If node j
+        is ahead of node i, the age is 0. If the link fails, it is −1.
         """
         ages = np.zeros((self.n, self.n), np.int64)
         if self.times > 1:
@@ -127,7 +127,8 @@ class Delayed(Simulated):
     """Asynchronous mixer of all n nodes; the delay table gives the age of each received model.
 
     A round preserves the sum over all nodes: the sum of ``mixed`` plus the corrections in flight
-    (:meth:`pending`) after the round equals the sum of ``sent`` plus those in flight before it.
+    (:meth:`pending`) after the round equals the sum of ``sent`` plus those in flight before it, up
+    to rounding.
     """
 
     synchronous = False

@@ -1,6 +1,6 @@
-"""Exact averages over all ranks by messages.
+"""Exact averages over all ranks, and the base class of mixers between ranks, which computes them.
 
-They are summed in rank order, so that the result is bitwise identical on all ranks.
+The arrays are summed in rank order, so that the average is bitwise identical on all ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,8 +54,8 @@ def average(
     """Compute ``out = (Σ_j own_j) / n`` over n ranks in rank order; return the seconds waited.
 
     The arrays are averaged piece by piece. A piece takes a reduce-scatter, in which rank r sums
-    chunk r in rank order, and an all-gather. Each rank sends 2(n − 1)/n times the size of ``own``,
-    and the result is bitwise identical on all ranks.
+    chunk r in rank order, and an all-gather. Each rank sends about 2(n − 1)/n times the size of
+    ``own``, and the result is bitwise identical on all ranks.
 
     :param rank: number of this rank
     :param n: number of ranks
@@ -92,8 +92,9 @@ def _reduce_scatter(
 ) -> float:
     """Average the chunk with the index ``rank`` over all ranks; return the seconds waited.
 
-    The average is written to the same chunk of ``out``. ``inboxes`` holds for each slot an array
-    (n, elements) for the chunks of the other ranks. :func:`average` describes the other parameters.
+    The average is written to the same chunk of ``out``. A rank without a chunk only sends.
+    ``inboxes`` holds for each slot an array (n, elements) for the chunks of the other ranks.
+    :func:`average` describes the other parameters.
     """
     summed = range(len(own[0]))
     sent = {(j, s): chunks[j] for s, chunks in enumerate(own) for j in summed if j != rank}
@@ -193,6 +194,7 @@ def swap_by_messages(
     :param out: arrays to send
     :param into: arrays to receive into
     :param what: description of the exchange, which begins error messages
+    :raises WaitTimeoutError: if a rank does not answer within the time limit
     """
 
     def late(key: tuple[int, int, int]) -> str:
@@ -222,7 +224,8 @@ def swap_by_messages(
 class RankMixer(Mixer):
     """Base class of the mixers between MPI ranks, in which rank i is node i.
 
-    It computes exact averages.
+    It computes exact averages. A wait for another rank raises WaitTimeoutError at the time limit.
+    In a fork, :meth:`outbox` and exact averages raise JobError.
     """
 
     def __init__(self, graph, layout: MessageLayout, world: World, timeout_s: float):

@@ -9,7 +9,7 @@ class               messages                      result
 `Sent`              sent by the transport         sum, computed chunk by chunk by the pipeline
 `Mixed`             both                          sum, usually computed by the main thread
 `AverageInPlace`    outboxes read on this host    average, of which each rank computes one chunk
-`AverageSent`       sent by the transport         average, of which each rank computes one chunk
+`AverageSent`       sent by the transport         average, computed by all ranks together
 =================== ============================= ==============================================
 
 `Synchronous` chooses the class of each round.
@@ -78,7 +78,7 @@ class ReadInPlace(Exchange):
     def __init__(
         self, r: RoundState, buffers: HostBuffers, shared: SharedOutboxes, chunk: MessageChunk
     ):
-        """Prepare the exchange of a round.
+        """Prepare the exchange of a round; :class:`Exchange` describes ``r`` and ``buffers``.
 
         :param shared: outboxes of the ranks of this host
         :param chunk: chunk that contains the whole message
@@ -145,6 +145,8 @@ class Pair(ReadInPlace):
     ):
         """Prepare the exchange of a round whose plan has a partner.
 
+        :class:`Exchange` describes ``r`` and ``buffers``.
+
         :param shared: outboxes of the ranks of this host
         :param chunk: chunk that contains the whole message
         :param layout: layout of the message
@@ -186,7 +188,7 @@ class Sent(Exchange):
         inline: bool,
         sums: bool = True,
     ):
-        """Prepare the exchange of a round.
+        """Prepare the exchange of a round; :class:`Exchange` describes ``r`` and ``buffers``.
 
         :param pipeline: pipeline of the transport
         :param inline: True: the main thread sends and receives
@@ -216,6 +218,8 @@ class Mixed(Exchange):
     def __init__(self, read: ReadInPlace, sent: Sent, transport: Transport):
         """Compose two exchanges of the same round.
 
+        :param read: exchange with the neighbours on this host
+        :param sent: exchange with all other neighbours
         :param transport: transport of ``sent``, which holds the messages that it received
         """
         super().__init__(read.round, read._buffers)
@@ -256,7 +260,7 @@ class AverageInPlace(Exchange):
     def __init__(
         self, r: RoundState, buffers: HostBuffers, shared: SharedOutboxes, layout: MessageLayout
     ):
-        """Prepare the average of a round.
+        """Prepare the average of a round; :class:`Exchange` describes ``r`` and ``buffers``.
 
         :param shared: outboxes and results of the ranks of this host
         :param layout: layout of the message
@@ -277,7 +281,7 @@ class AverageSent(Exchange):
     """Average over all ranks by the transport, on one host or several."""
 
     def __init__(self, r: RoundState, buffers: Buffers, pipeline: Pipeline):
-        """Prepare the average of a round.
+        """Prepare the average of a round; :class:`Exchange` describes ``r`` and ``buffers``.
 
         :param pipeline: pipeline of the transport
         """

@@ -33,7 +33,8 @@ class SharedOutboxes:
 
     Methods take the ranks of the mixer, and not of the host's communicator, except
     :meth:`wait_half`. In sequences of ranks, ranks on other hosts are ignored; a single rank must
-    be on this host. ``t`` is the number of the round.
+    be on this host. ``t`` is the number of the round. A wait raises WaitTimeoutError at the time
+    limit.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], nbytes: int, timeout_s: float):
@@ -215,9 +216,9 @@ def share_memory(comm: MPI.Intracomm, nbytes: int, timeout_s: float) -> SharedOu
 class HostBuffers:
     """Messages of a rank in host memory.
 
-    The outbox ``own`` holds the values that this rank sums. Other ranks receive ``sent``, which is
-    the outbox itself or, with a lossy wire, the encoded message ``codes``. :func:`host_buffers`
-    chooses the memory.
+    The outbox ``own`` holds the values that this rank sums, and that other ranks of this host may
+    read in place. The transport sends ``sent``, which is the outbox itself or, with a lossy wire,
+    the encoded message ``codes``. :func:`host_buffers` chooses the memory.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ def qsgd(levels: int, seed: int) -> Wire:
 
 
 def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes of ``bits`` bits each, of shape (b, c), into bytes, of shape (b, c · bits / 8).
+    """Pack codes of ``bits`` bits each, of shape (b, c), into bytes, of shape (b, ⌈c · bits / 8⌉).
 
     The first code takes the lowest bits of a byte.
     """
@@ -218,8 +218,8 @@ def top_k_int2(density: float) -> Wire:
     """Return a wire that sends each value of :func:`top_k` in two bits, as SparseLoCo does.
 
     A value is replaced by the nearest of s · (−1, −⅓, ⅓, 1), where s is the largest |v| of the
-    bucket. A bucket takes 1¼ k + 6 bytes, where k is the number of its values that are sent. The
-    wire is a contraction only up to k = 9: small values become ⅓ s, so that ‖Q(v) − v‖² can
+    bucket. A bucket takes k + ⌈k/4⌉ + 6 bytes, where k is the number of its values that are sent.
+    The wire is a contraction only up to k = 9: small values become ⅓ s, so that ‖Q(v) − v‖² can
     approach (k − 1)/9 ‖v‖².
 
     :param density: as in :func:`top_k`
@@ -252,8 +252,8 @@ def random_k(density: float, seed: int) -> Wire:
     """Return a wire that sends ⌈512 · density⌉ consecutive values of each bucket, 4 bytes each.
 
     They begin at a random position and wrap around at the end of the bucket, so that each value is
-    sent with equal probability. Only the first position has to be sent; independent positions
-    would have to be sent one by one.
+    sent with equal probability. Only the first position has to be sent, as 4 bytes; independent
+    positions would have to be sent one by one.
 
     :param density: fraction of the 512 values of a bucket that is sent, above 0 and at most 1
     :param seed: seed of the random positions
@@ -306,6 +306,7 @@ def wire(name: str = "fp32", levels: int = 127, density: float = 0.01, seed: int
     :param levels: number of positive values of "qsgd", as `node.levels`
     :param density: fraction of the values that is sent, as `node.density`
     :param seed: seed of random rounding and of random positions
+    :raises KeyError: if there is no wire of this name
     """
     options = {"levels": levels, "density": density, "seed": seed}
     parameters = inspect.signature(WIRES[name]).parameters

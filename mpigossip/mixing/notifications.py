@@ -41,9 +41,9 @@ class ProtocolError(RuntimeError):
 class Notifications:
     """Messages of one integer between ranks, such as "the model of this round is ready".
 
-    Notifications with the same tag arrive in the order in which they were sent. Each carries a
-    number, which is compared with the expected one, so that a violation of the protocol raises an
-    error instead of producing wrong results.
+    Notifications of one rank with the same tag arrive in the order in which they were sent. Each
+    carries a number, which is compared with the expected one, so that a violation of the protocol
+    raises an error instead of producing wrong results.
     """
 
     def __init__(self, comm: MPI.Comm, timeout_s: float):
@@ -97,6 +97,9 @@ class Notifications:
     def arrived(self, rank: int, tag: int, number: int) -> bool:
         """Return whether the notification of ``rank`` has arrived, without waiting.
 
+        :param rank: rank that sends it
+        :param tag: tag of the notification
+        :param number: number that it must carry
         :raises ProtocolError: if it carries another number
         """
         check_process()
@@ -137,7 +140,10 @@ class Notifications:
         return f"{AWAITED[tag]} (round {t}): {called(self.comm, rank)} {progress}"
 
     def close(self) -> None:
-        """Wait until all sends are complete; collective."""
+        """Wait until all sends are complete, then free the communicator; collective.
+
+        :raises WaitTimeoutError: if a rank does not receive within the time limit
+        """
         pending = dict(enumerate(request for request, _ in self._sent))
         wait_all(pending, self.timeout_s, lambda _: "notifications", None)
         self._sent = []
@@ -154,7 +160,7 @@ keep_alive: list[Any] = []
 
 
 def ranks_of(keys: Iterable[Any]) -> set[int]:
-    """Return the ranks in the keys of requests; a key is a rank, or a tuple whose first item is."""
+    """Return the ranks in the keys of requests; a key is a rank, or a tuple that begins with it."""
     return {key[0] if isinstance(key, tuple) else key for key in keys}
 
 
@@ -179,9 +185,10 @@ def wait_all(
     :param timeout_s: time limit in seconds
     :param describe_late: function of a key that returns the error message
     :param awaited_ranks: function of the keys of open requests that returns the awaited ranks of
-        ``comm``; None: all ranks are awaited
+        ``comm``; no rank stands for all ranks. None: no rank is informed of the wait or named
     :param comm: communicator of these ranks; None: the world
-    :raises WaitTimeoutError: if the time limit is reached; its message is for the smallest key
+    :raises WaitTimeoutError: if the time limit is reached, or if an awaited rank can never send;
+        its message is for the smallest key
     """
     began = time.perf_counter()
 

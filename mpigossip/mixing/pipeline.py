@@ -1,7 +1,8 @@
 """Execution of a round of exchanges chunk by chunk: encode, send, notify, receive, sum.
 
-While one chunk is being sent, the progress thread sums the chunks that have been received. The
-network is therefore hardly ever idle, and little work remains when the last chunk arrives.
+While one chunk is being sent, the thread that runs the round sums the chunks that have been
+received. The network is therefore hardly ever idle, and little work remains when the last chunk
+arrives.
 """
 
 import time
@@ -57,7 +58,10 @@ class Buffers(Protocol):
         """
 
     def prepare(self, number: int, chunk: MessageChunk) -> list[torch.Tensor]:
-        """Wait until a chunk can be sent; return for each slot the message that contains it."""
+        """Encode a chunk if necessary, and wait until it can be sent.
+
+        :return: for each slot, the message that contains the chunk, uint8
+        """
 
     def add(
         self,
@@ -161,7 +165,10 @@ class Pipeline:
     def wait(self, r: RoundState) -> float:
         """Wait until the round has been run; return the seconds waited.
 
-        If the round fails and MPI sends GPU memory in it, the error gets the note `REMEDY`.
+        If the round fails and MPI sends GPU memory in it, the error gets the note `REMEDY`, unless
+        it is a NonFiniteError.
+
+        :raises WaitTimeoutError: if the round reaches a time limit
         """
         began = time.perf_counter()
         try:
@@ -193,7 +200,10 @@ class Pipeline:
             r.future = self._thread.submit(average)
 
     def wait_average(self, r: RoundState) -> float:
-        """Wait until the result of the buffers is the average; return the seconds waited."""
+        """Wait until the result of the buffers is the average; return the seconds waited.
+
+        :raises WaitTimeoutError: if a rank does not answer within the time limit
+        """
         waited = self.wait(r) if r.future else self._buffers.average(self._transport)
         self._buffers.complete()  # the thread has launched the last sum, without waiting for it
         return waited

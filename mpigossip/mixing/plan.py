@@ -14,8 +14,8 @@ from mpigossip.mixing.base import ExchangeKind, MessageLayout, bytes_per_exchang
 from mpigossip.mixing.wire import CHUNK, Field
 
 SMALLEST = 1 << 20
-"""Smallest size of a message chunk, in bytes. Chunks must not be smaller, because each of them is
-completed by a flush of the MPI window, which takes a network round trip."""
+"""Smallest intended size of a message chunk, in bytes. Smaller chunks would take longer, because
+each of them is completed by a flush of the MPI window, which takes a network round trip."""
 CHUNK_S = 0.04
 """Intended transfer time of a message chunk, in seconds. It is much longer than the network round
 trip of the flush that completes the chunk."""
@@ -35,7 +35,7 @@ class RoundPlan:
     average: bool
     """True if W = 11ᵀ/n, so that all ranks average together."""
     nbytes: int
-    """Number of bytes that the rank sends in a round."""
+    """Number of bytes that the rank would send in the round if no message were read in place."""
     sources: tuple[int, ...] = ()
     """In-neighbours of the rank."""
     weights: tuple[float, ...] = ()
@@ -97,7 +97,9 @@ class RoundPlan:
 
 
 def ranks_by_host(first_ranks: Sequence[int]) -> Near:
-    """Return for each rank the ranks whose memory it reads, as one set for each host.
+    """Return for each rank the set of ranks whose memory it reads, including itself.
+
+    Ranks of one host share a set. It is empty for a rank that reads none.
 
     :param first_ranks: for each rank, the lowest rank whose memory it reads; -1: it reads none
     """
@@ -125,8 +127,8 @@ def _is_pair(graph, t: int, rank: int, other: int) -> bool:
 def inbox_buffers(graph, rank: int, near: Near = ()) -> int:
     """Return the largest number of in-neighbours that send to ``rank`` in one round.
 
-    In-neighbours whose memory the rank reads in place (``near``) are not counted. For a graph
-    without a period, the result is its degree.
+    In-neighbours whose memory the rank reads in place (``near``) are not counted, and neither are
+    rounds that average over all nodes. For a graph without a period, the result is its degree.
     """
     if graph.period is None:
         return graph.degree
@@ -183,6 +185,7 @@ class MessageChunk:
     """Piece of every slot's message that is sent, notified and summed at once."""
 
     number: int
+    """Index of the chunk in the message, from 0."""
     span: slice
     """Range of bytes in a slot's encoded message."""
     fields: tuple[Field, ...]
@@ -212,9 +215,10 @@ def chunks(layout: MessageLayout, size: float) -> list[MessageChunk]:
 def chunk_size(nbytes: int, rate: float) -> int:
     """Return the chunk size for ``nbytes`` bytes over a network of ``rate`` bytes per second.
 
-    A chunk takes about ``CHUNK_S`` seconds to send, but it is at most an eighth of the message, so
-    that the sum of one chunk overlaps with the transfer of the next. Chunks divide the message
-    evenly, because a short last one would wait for the same number of round trips as a long one.
+    A chunk takes about `CHUNK_S` seconds to send, or is about an eighth of the message if that is
+    less, so that the sum of one chunk overlaps with the transfer of the next. Neither applies if
+    the chunk would be smaller than `SMALLEST`. Chunks divide the message evenly, because a short
+    last one would wait for the same number of round trips as a long one.
     """
     target = max(SMALLEST, min(nbytes / 8, rate * CHUNK_S))
     return max(1, -(-nbytes // max(1, round(nbytes / target))))

@@ -93,7 +93,8 @@ class ProgressThread:
     def submit(self, work: Callable[[], object]) -> Future:
         """Queue a job for the thread; return the future of its end.
 
-        If there is no thread, run the job now, and raise its error if it fails.
+        If there is no thread, run the job now, and raise its error if it fails. After the first
+        failure, no job is run.
         """
         check_process()
         future: Future = Future()
@@ -128,7 +129,8 @@ class ProgressThread:
 
         :param future: result of :meth:`submit`
         :param what: description of the job, which begins the error message
-        :raises WaitTimeoutError: if the thread does not return from a call of MPI
+        :raises WaitTimeoutError: if the thread does not return from a call of MPI for more than
+            twice the time limit
         """
         began = time.perf_counter()
         # The waits of the job itself are shorter and name the late rank; this one names only the
@@ -184,7 +186,7 @@ class ProgressThread:
     def rest(self, requests: Iterable[MPI.Request] = (), **pauses: Any) -> bool:
         """Sleep until a request completes, a job is submitted or the longest sleep is over.
 
-        Return True afterwards; if the native library for this is missing, return False at once.
+        Return True afterwards; if waiting in C is not possible, return False at once.
 
         :param requests: requests of MPI
         :param pauses: keyword arguments for :func:`wait_for_requests`, such as ``limit``
@@ -206,7 +208,10 @@ class ProgressThread:
         self._thread.join(min(limit, threading.TIMEOUT_MAX))
 
     def close(self) -> None:
-        """End the thread after the jobs in its queue."""
+        """End the thread after the jobs in its queue.
+
+        If it does not end within the time limit, it is abandoned with everything that it uses.
+        """
         if self.threaded and self._thread.is_alive():
             self._leave(self._timeout_s)
             if self._thread.is_alive():  # it is stuck in MPI: keep everything that it uses

@@ -46,7 +46,8 @@ from mpigossip.mixing.transports.messages import Messages
 from mpigossip.mixing.transports.windows import Windows
 
 INLINE_BYTES = 1 << 14
-"""Largest message, in bytes, that the main thread exchanges: waking a thread would take longer."""
+"""Largest message, in bytes, that the main thread exchanges although there is a progress thread,
+because waking the thread would take longer."""
 CACHED_PLANS = 128
 """Number of round plans that are kept in memory, because computing the neighbours of a round from
 the graph takes longer than sending a small message."""
@@ -61,16 +62,17 @@ class Synchronous(RankMixer):
 
     In round t, the rank publishes its outbox and receives the messages of its in-neighbours. It
     then computes the weighted sum ``mixed_i = Σ_j W(t)[i, j] · sent_j`` over its own message and
-    theirs, in the graph's order. A round with W = 11ᵀ/n, like a global average, is a reduce-scatter
-    followed by an all-gather over all ranks.
+    theirs, in the graph's order. A round with W = 11ᵀ/n, like a global average, is an exact average
+    over all ranks.
 
     A message takes one of two ways. If the slots are CPUs and ``same_host`` is "read", ranks on one
-    host read each other's outboxes in shared memory, without a copy. All other messages go through
-    one transport: MPI windows, MPI messages or NCCL. Usually the progress thread sends them in
-    chunks, and sums the chunks that have arrived while the main thread computes. The main thread
-    does this for messages up to `INLINE_BYTES`, and it sums if some messages are read in place (see
-    the table in `exchanges`). Both ways end in the same weighted sum, so the result is bitwise
-    identical to the result of :class:`~mpigossip.mixing.simulated.Simulated`.
+    host read each other's outboxes in shared memory, without a copy. All other messages, and
+    averages over several hosts, go through one transport: MPI windows, MPI messages or NCCL.
+    Usually the progress thread sends them in chunks, and sums the chunks that have arrived while
+    the main thread computes. The main thread does this for messages up to `INLINE_BYTES`, and it
+    sums if messages are read in place (see the table in `exchanges`). Both ways end in the same
+    weighted sum, so the result is bitwise identical to the result of
+    :class:`~mpigossip.mixing.simulated.Simulated`.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Synchronous(RankMixer):
             Tests pass True to run the GPU code on CPUs
         :raises TransportUnavailable: on all ranks, if the transport named by ``exchange`` can't be
             used
+        :raises ValueError: if the graph or the layout does not fit (:class:`RankMixer`)
         """
         super().__init__(graph, layout, world, timeout_s)
         if on_devices is None:
@@ -151,7 +154,7 @@ class Synchronous(RankMixer):
         :param exchange: name of the transport, or "auto", as in `node.exchange`
         :param buffers: largest number of in-neighbours that send to this rank in one round
         :param world: world whose ranks are the nodes
-        :raises TransportUnavailable: on all ranks, if a transport requested by name can't be used
+        :raises TransportUnavailable: on all ranks, if the requested transport can't be used
         """
         from mpigossip.mixing.transports import probe
 
@@ -210,9 +213,10 @@ class Synchronous(RankMixer):
 
         The purposes are "outbox" (the message to send), "result" (the weighted sum), "encoded" (the
         message in the format of a lossy wire) and "inbox" (the buffers of received messages).
-        Without a lossy wire and without neighbours on the same host, the weighted sum is written
-        over an inbox buffer, so that only global averages need memory for a result. For GPUs,
-        "host" is the host memory that the transport "host" needs in addition.
+        On CPUs without a lossy wire and without neighbours on the same host, the weighted sum is
+        written over an inbox buffer, so that only global averages and rounds without an
+        in-neighbour need memory for a result. For GPUs, "host" is the host memory that the
+        transport "host" needs in addition.
 
         :param graph: graph of the nodes
         :param layout: layout of a node's message

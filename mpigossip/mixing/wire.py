@@ -1,9 +1,9 @@
 """Format of a message: its vectors are unchanged, or encoded in fewer bits, bucket by bucket.
 
 The encoding of a bucket is determined by its 512 elements and by random numbers, which are
-determined by the seed, the exchange, the node, the vector, and the position of the bucket in it.
-Simulated and real messages are therefore bitwise identical, however the elements of a node are
-split into shards.
+determined by the seed, the exchange, the node (unless all nodes share them), the vector, and the
+position of the bucket in it. Simulated and real messages are therefore bitwise identical, however
+the elements of a node are split into shards.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,10 +43,11 @@ class Wire(NamedTuple):
 
     name: str
     sizes: tuple[int, ...]
-    """Bytes per bucket of each array of codes."""
+    """Bytes per bucket of each array of codes; empty: messages are not encoded."""
     encode: Callable
     decode: Callable
     seed: int = 0
+    """Seed of the random numbers."""
     biased: bool = False
     """True if the mean of the quantization error is not zero. Such a wire needs an algorithm that
     adds the error of a message to a later one."""
@@ -74,7 +75,7 @@ class Wire(NamedTuple):
     def pack(self, values: torch.Tensor, key: tuple[int, ...], first: int) -> list[torch.Tensor]:
         """Quantize a part of a vector in place, and return its codes.
 
-        :param values: elements to quantize, (width,)
+        :param values: elements to quantize, whole buckets, (width,)
         :param key: numbers of the exchange, the node and the vector, which determine the random
             numbers
         :param first: position of the first element in the vector

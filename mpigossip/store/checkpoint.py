@@ -72,7 +72,8 @@ def write_node(folder: Path, node: int, state: NodeState) -> Entry:
     :param node: index of the node
     :param state: state of the node or of one of its slots
     :return: entry of the file for the manifest
-    :raises StoreError: if the file cannot be written
+    :raises ValueError: as :func:`write_state`
+    :raises StoreError: as :func:`write_state`
     """
     return write_state(Path(folder) / manifests.name(node, state.slot), node, state)
 
@@ -164,7 +165,9 @@ def commit(
     :param job: complete job, as TOML
     :param meta: further facts about the checkpoint
     :return: final path of the checkpoint
-    :raises StoreError: if a file is missing on this host or has another size, or if writing fails
+    :raises ValueError: if ``entries`` are not the files of all nodes
+    :raises StoreError: if ``temporary`` was deleted, if a file is missing on this host or has
+        another size, or if writing fails
     """
     entries = sorted(entries)
     n = len({entry.node for entry in entries})
@@ -201,7 +204,10 @@ def commit(
 
 
 def steps(run: Path) -> list[int]:
-    """Return the steps of all complete checkpoints in ascending order."""
+    """Return the steps of all complete checkpoints in ascending order.
+
+    :raises StoreError: if the folder of the checkpoints, or a file, cannot be read
+    """
     return sorted({step for step, path in _find(run) if not _problem(path)})
 
 
@@ -209,6 +215,8 @@ def latest(run: Path) -> Path | None:
     """Return the path of the newest complete checkpoint; None if there is no complete checkpoint.
 
     A checkpoint is complete if its manifest is sound and all files exist with the right sizes.
+
+    :raises StoreError: if the folder of the checkpoints, or a file, cannot be read
     """
     return newest(run)[0]
 
@@ -219,6 +227,7 @@ def newest(run: Path) -> tuple[Path | None, dict[Path, str]]:
     :param run: run directory
     :return: path of the newest complete checkpoint, or None; and a dict from the path of each newer
         checkpoint to the reason why it is not complete
+    :raises StoreError: if the folder of the checkpoints, or a file, cannot be read
     """
     damaged: dict[Path, str] = {}
     for _, path in reversed(_find(run)):
@@ -230,7 +239,10 @@ def newest(run: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def rename_damaged(path: Path) -> Path:
-    """Rename a damaged checkpoint to an unused name `step-….damaged`; return the new path."""
+    """Rename a damaged checkpoint to an unused name `step-….damaged`; return the new path.
+
+    :raises StoreError: if renaming fails
+    """
     target = path.with_suffix(".damaged")
     while target.exists():
         target = target.with_name(f"{target.name}.damaged")
@@ -239,7 +251,7 @@ def rename_damaged(path: Path) -> Path:
 
 
 def prune(run: Path, keep: int, every: int = 0) -> list[Path]:
-    """Remove all complete checkpoints except the newest checkpoints.
+    """Remove all complete checkpoints except the newest ones.
 
     :param run: run directory
     :param keep: number of newest checkpoints that are kept, at least 1
@@ -247,6 +259,7 @@ def prune(run: Path, keep: int, every: int = 0) -> list[Path]:
         checkpoints are kept
     :return: former paths of the removed checkpoints
     :raises ValueError: if ``keep`` is less than 1
+    :raises StoreError: if a checkpoint cannot be read or removed
     """
     if keep < 1:
         raise ValueError(f"keep = {keep}: must be at least 1")
@@ -292,7 +305,8 @@ def read_state(path: Path, entry: Entry, length: int, step: int) -> NodeState:
     :param entry: entry of the file
     :param length: number of parameters of the complete node
     :param step: step of the checkpoint, which the counters of the file must match
-    :raises StoreError: if the file is missing or damaged, or has NaN or infinite values
+    :raises StoreError: if the file is missing or damaged, or if an array that has to be finite has
+        NaN or infinite values
     """
     with node_file(path, entry) as objects, reading(Path(path) / entry.file):
         names, shapes = node_state.read_table(guard.rows(objects, "layout", "SiiiV"), length)
@@ -354,6 +368,8 @@ def digest(path: Path) -> str:
     """Return the digest of a checkpoint.
 
     This is the SHA-256 of the parameters of all nodes in node order, as little-endian float32.
+
+    :raises StoreError: if a file is missing or damaged
     """
     sha = hashlib.sha256()
     for entry in read_manifest(path).entries:

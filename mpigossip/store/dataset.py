@@ -4,7 +4,7 @@ Layout (version 2, with a tokenizer 3)::
 
     /                attributes: format, version, kind ("images" | "arrays" | "text"), source,
                      licence, channels, scale (the stored value that means 1.0), mean, std,
-                     checksum (of classes)
+                     checksum (of classes); tokenizer (of a text in tokens of two bytes)
     /classes         names, one per label (text: one per file)
     /train, /test    each with the attribute checksum (of its small arrays) and the datasets
         labels       (N,) int64
@@ -92,7 +92,7 @@ class Split:
         """Return the encoded bytes of a sample, for the kinds "images" and "text".
 
         :param index: index of the sample
-        :raises StoreError: if the sample is damaged
+        :raises StoreError: if the sample is damaged, or the file has become shorter
         """
         begin = int(self.offsets[index])
         end = int(self.offsets[index + 1])
@@ -112,7 +112,7 @@ class Split:
 
         :return: array of shape (N, C, H, W) for the kind "arrays", otherwise (B,), the bytes of all
             samples
-        :raises StoreError: if a sample is damaged
+        :raises StoreError: if a sample is damaged, or the file has become shorter
         """
         flat = np.frombuffer(self._read(0, math.prod(self.array_shape)), np.uint8)
         ends = np.arange(len(self) + 1) * (len(flat) // len(self))
@@ -147,6 +147,7 @@ class Dataset(AbstractContextManager):
     classes: tuple[str, ...]
     """Name for each label; for text, the name of each file."""
     channels: int
+    """Number of channels of an image; 1 for text."""
     scale: float
     """Stored value that stands for 1.0, which is 255 for images."""
     mean: np.ndarray
@@ -191,9 +192,9 @@ def open_dataset(path: Path | str) -> Dataset:
     """Open a data set and check everything except the samples themselves.
 
     :param path: file written by :func:`pack`
-    :raises StoreError: if the file is missing, is not HDF5, is not a data set, is cut short,
-        contradicts itself (by labels out of range or descending offsets, for example), or contains
-        something that `guard` rejects
+    :raises StoreError: if the file is missing, can't be read, is not HDF5, is not a data set, is
+        cut short, contradicts itself (by labels out of range or descending offsets, for example),
+        or contains something that `guard` rejects
     """
     path = Path(path)
     if path.is_dir() or not path.exists():
@@ -282,7 +283,8 @@ def _content(raw: io.FileIO, path: Path, facts: dict[str, Any], objects: dict[st
 def _tokenizer(objects: dict[str, Any], facts: dict[str, Any]) -> Tokenizer:
     """Read the tokenizer of a text.
 
-    :raises Contradiction: if an attribute states another name of the tokenizer
+    :raises Contradiction: if a length is not valid, or if an attribute states another name of the
+        tokenizer
     """
     stored = guard.array(objects, "tokenizer", "u", 1)
     lengths = guard.array(objects, "lengths", "<i8", 1)
@@ -356,7 +358,11 @@ def _split(
 
 
 def show(path: Path | str) -> str:
-    """Return a few lines that describe the content of a data set."""
+    """Return a few lines that describe the content of a data set.
+
+    :raises StoreError: as :func:`open_dataset`; for a text with a tokenizer, also if a sample is
+        damaged
+    """
     with open_dataset(path) as data:
         lines = [
             f"{data.path}: {data.kind}, {len(data.classes)} "

@@ -1,12 +1,13 @@
 """Validate HDF5 files of unknown origin before reading them.
 
 An HDF5 file can refer to other files (external links, external storage, virtual datasets), declare
-arrays far larger than itself, give one array many names, and crash the library. This package never
-writes such files, and rejects them. A file may contain groups and datasets behind hard links, with
-numbers and strings of fixed length, and each byte of a dataset must be in the file. Reading a file
-then takes no more memory than the file has bytes. Tables with rows that were never written are an
-exception: they may take 64 times this memory. If a file is rejected, ValueError is raised, which
-`hdf5.reading` converts to StoreError.
+arrays far larger than itself, give one array many names, and crash the library. Such files are
+rejected, with two exceptions, which this package writes itself: the virtual dataset of a manifest,
+whose elements it never reads, and second names of the columns of a log. A file may contain groups
+and datasets behind hard links, with numbers and strings of fixed length, and each byte of a dataset
+must be in the file. Reading its arrays then takes no more memory than the file has bytes. Tables
+with rows that were never written are an exception: they may take 64 times this memory, and always
+64 MiB. If a file is rejected, ValueError is raised, which `hdf5.reading` converts to StoreError.
 
 The functions at the top of the module check, in this order, the kind of the file, headers that
 crash HDF5, links, names and cycles, sizes and compression, and types. The functions from `array` on
@@ -56,7 +57,7 @@ SMALL_TABLES = 1 << 26
 METADATA = 1 << 16
 """Largest number of bytes that HDF5 reads at once when it reads headers."""
 HEADER = 68
-"""Number of bytes of the longest header that `_Checked` checks."""
+"""Number of bytes of the longest header that `_Checked` checks, without its checksum."""
 CHUNKS = 1 << 20
 """Largest number of chunks of a table, and largest number of bytes of the index of its chunks."""
 SEAL = "checksum"
@@ -185,8 +186,8 @@ def check_objects(
 
     :param content: open HDF5 file
     :param size: number of bytes of the file
-    :param tables: whether datasets may consist of chunks, with or without checksums, and may have
-        rows that were never written
+    :param tables: whether datasets may consist of chunks, with or without checksums, of which some
+        were never written
     :param again: path of a group whose objects may have a second hard link in the root group; "":
         no group
     :param views: paths of virtual datasets, whose type and storage are not checked

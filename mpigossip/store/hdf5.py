@@ -35,7 +35,10 @@ FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Return a context manager that converts errors of writing ``path`` to StoreError."""
+    """Return a context manager that converts errors of writing ``path`` to StoreError.
+
+    Errors of the operating system and of HDF5, OSError and RuntimeError, are converted.
+    """
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -75,7 +78,11 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Return a context manager that converts errors of reading ``path`` to StoreError."""
+    """Return a context manager that converts errors of reading ``path`` to StoreError.
+
+    Errors of the operating system, and errors due to invalid content (`CONTENT_ERRORS`), are
+    converted.
+    """
     try:
         yield
     except StoreError:
@@ -85,7 +92,7 @@ def reading(path: Path) -> Iterator[None]:
             f"{path} can't be read: {err.strerror}; ask its owner for permission"
         ) from err
     except (*CONTENT_ERRORS, OSError) as err:
-        raise StoreError(f"{path} has invalid content: {_reason(err)}; use another copy") from err
+        raise StoreError(f"{path} can't be used: {_reason(err)}; use another copy") from err
 
 
 def _reason(error: BaseException) -> str:

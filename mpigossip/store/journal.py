@@ -44,6 +44,8 @@ class Overlay(io.RawIOBase):
         :param path: existing file, which this object never changes
         :param change: size of the file in bytes, and changed pages by page number, as from a
             journal; None: the file is unchanged
+        :raises OSError: if the file cannot be opened
+        :raises StoreError: if it is not a regular file
         """
         self.file = guard.regular(path)
         self.stored = os.fstat(self.file.fileno()).st_size
@@ -142,8 +144,11 @@ class Stamp(NamedTuple):
     """Properties of a file that change if the file or its journal is written."""
 
     modified: int
+    """Time of the last change of the file, in nanoseconds since 1970."""
     size: int
+    """Size of the file in bytes."""
     pending: bool
+    """True if the file has a journal."""
 
 
 def stamp(path: Path) -> Stamp:
@@ -157,12 +162,14 @@ def consistent(path: Path, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str
     """Return a context manager for reading a file, including changes in its journal.
 
     The journal contains changes if the process that wrote them was killed. A file of at most
-    `SMALL` bytes is copied to memory; if a run still writes to it, the copy is made between two
-    writes. A larger file may change while it is read. The caller detects this if the :func:`stamp`
-    of the file has changed.
+    `SMALL` bytes is copied to memory; if a run still writes to it, up to `TRIES` attempts are made
+    to copy it between two writes. A larger file may change while it is read. The caller can detect
+    this, because the :func:`stamp` of the file then changes.
 
     :param path: HDF5 file
     :param allowed: further arguments of `guard.opened`
+    :raises OSError: if the file cannot be read
+    :raises ValueError: if `guard` rejects the file
     """
     file: Any
     for _ in range(TRIES):
@@ -183,7 +190,7 @@ def consistent(path: Path, **allowed: Any) -> Iterator[tuple[h5py.File, dict[str
 def recover(path: Path) -> bool:
     """Complete the transaction of a killed process; return whether there was such a transaction.
 
-    A journal that is incomplete is removed without being applied.
+    A journal that is incomplete is removed without being applied, and so is one whose file is gone.
     """
     change = _read_journal(path)
     if change is not None and path.exists():
@@ -203,7 +210,7 @@ def _write_journal(journal: Path, size: int, pages: Mapping[int, bytes | bytearr
 
 
 def _read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
-    """Return size and pages of the file from its journal; None if the journal is not valid."""
+    """Return size and pages of the file from its journal; None if there is no valid journal."""
     try:
         with guard.regular(pending(path), follow=False) as file:
             data = file.readall()

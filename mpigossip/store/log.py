@@ -38,8 +38,8 @@ LARGE_TEXT = 24_000
 SMALL_TEXT = 3_000
 """Largest size, in bytes, of a text of fixed length in a group with many attributes."""
 CHUNK_BYTES = 1 << 16
-"""Size of an HDF5 chunk of a column, in bytes. A flush writes one or two complete chunks of each
-column; HDF5 stores a checksum for each chunk.
+"""Intended size of an HDF5 chunk of a column, in bytes. A flush writes one or two complete chunks
+of each column; HDF5 stores a checksum for each chunk.
 """
 
 
@@ -74,7 +74,7 @@ COLUMNS = {
     "staleness": Column("1", "age, in rounds, of the models that the node received"),
     "bytes_sent": Column("B", "bytes sent by the node to other nodes since the start", "int64"),
 }
-"""Columns that each log has for the steps of a run, in addition to the metrics of the task."""
+"""Columns of the steps that each run measures; its log has metrics of the task in addition."""
 VIRTUAL = "virtual_s"
 VIRTUAL_COLUMN = Column("s", "virtual time since the start, on the machine of the job's [clock]")
 """Additional column of the steps of runs with a virtual clock (`[clock]`)."""
@@ -92,7 +92,7 @@ EVALUATION_COLUMNS = {
     "consensus_distance": Column("1", "mean over nodes of ‖x_i − x̄‖² / ‖x̄‖²"),
     "seconds": Column("s", "time since the start of the run"),
 }
-"""Columns that each log has for evaluations, in addition to the metrics of the task."""
+"""Columns of evaluations that are not metrics of the task."""
 
 
 NODE = Column("1", "index of the node", "int64")
@@ -111,10 +111,10 @@ class LogWriter:
     No file is open between two calls.
 
     If ``first_step`` > 0, an existing log is continued: steps from ``first_step`` on are removed,
-    and so are evaluations after more than ``first_step`` steps. If the run resumes with more nodes,
-    each column gets entries for the new nodes. If ``first_step`` is 0, or if there is no log that
-    can be continued, a new log begins. It replaces a log without steps; any other file of this name
-    is renamed to log.h5.1, log.h5.2 and so on.
+    and so are evaluations after more than ``first_step`` steps, and the summary. If the run resumes
+    with more nodes, columns with an entry for each node get entries for the new nodes. If
+    ``first_step`` is 0, or if there is no log that can be continued, a new log begins. It replaces
+    a log without steps; any other file of this name is renamed to log.h5.1, log.h5.2 and so on.
 
     The attribute `next_step` is the step after the last one in the file, or ``first_step`` if the
     file has no steps.
@@ -230,7 +230,7 @@ class LogWriter:
         self.next_step = int(step[-1]) + 1
 
     def evaluation(self, row: Mapping[str, float | np.ndarray]) -> None:
-        """Write an evaluation; it replaces an existing evaluation of the same step.
+        """Write an evaluation, over the values of an existing evaluation of the same step.
 
         :param row: "step" and the values by column: a number, or an array of shape (nodes,)
         :raises ValueError: if the step lies before the last evaluation and has none to replace
@@ -258,7 +258,12 @@ class LogWriter:
                     group[name][index] = value
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Write the summary of the run; values other than numbers and strings become JSON."""
+        """Write the summary of the run; values other than numbers and strings become JSON.
+
+        :param values: entries of the summary by name; existing entries with other names stay
+        :raises LogGone: if the log was deleted or overwritten
+        :raises StoreError: if writing fails
+        """
         with self._changing() as file:
             for name, value in values.items():
                 number = isinstance(value, int | float | np.number)
@@ -271,6 +276,7 @@ class LogWriter:
         """Return a context manager in which the log is open for changes, in one transaction.
 
         :raises LogGone: if the file is missing or is not HDF5
+        :raises StoreError: if writing fails
         """
         with writing(self.path):
             try:

@@ -31,7 +31,7 @@ HIDDEN = ("step", "kind", "mixed_distance")
 
 
 def tag(name: str) -> str:
-    """Return the TensorBoard tag of a column of the steps; for a metric, "NAME/training"."""
+    """Return the TensorBoard tag of a column of the steps: by `TENSORBOARD`, or "NAME/training"."""
     return TENSORBOARD.get(name, f"{name}/training")
 
 
@@ -63,7 +63,7 @@ def to_csv(log: Log, out: Path) -> tuple[Path, Path]:
 def to_tensorboard(log: Log, folder: Path) -> None:
     """Write an event file for TensorBoard with the steps and evaluations of a log.
 
-    :param log: log to export; steps without a finite value are left out
+    :param log: log to export; from each column, steps without a finite value are left out
     :param folder: folder of the event file
     :raises StoreError: if tensorboard is not installed, or the file cannot be written
     """

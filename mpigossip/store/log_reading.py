@@ -55,7 +55,7 @@ class Log:
     steps: dict[str, np.ndarray]
     evaluations: dict[str, np.ndarray]
     units: dict[str, str]
-    """Unit of each column, by name."""
+    """Unit of each column that was read, by name."""
     summary: dict[str, Any]
     """Entries of the summary by name; empty until the run ends."""
     environment: dict[str, str]
@@ -65,8 +65,8 @@ class Log:
 def read(path: Path, columns: Collection[str] | None = None, points: int | None = None) -> Log:
     """Read a log; its run may still be writing to it, or may have been killed.
 
-    :param path: log.h5 in a run directory. If members have trained there, their logs are read
-        instead and joined, with one column for each member
+    :param path: log.h5 in a run directory. If there is no such file because members have trained
+        there, their logs are read and joined, with one column for each member
     :param columns: columns of the steps to read; None: all
     :param points: largest number of rows to return. If there are more, blocks of consecutive steps
         are averaged, leaving out unknown values; "step" is the first step of each block. None: all
@@ -192,8 +192,10 @@ def metrics_in(evaluations: Collection[str]) -> list[str]:
 def opened(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Return a context manager that opens and checks a log.
 
-    It yields the attributes of the log, and its arrays by path. Changes in the journal of a process
-    that was killed are included.
+    It yields the attributes of the log, and its arrays and groups by path. Changes in the journal
+    of a process that was killed are included.
+
+    :raises StoreError: if the log cannot be read or is damaged
     """
     with reading(path), consistent(path, tables=True, again="steps") as (file, objects):
         if "format" not in file.attrs or guard.attribute(file, "format", long=True) != FORMAT:

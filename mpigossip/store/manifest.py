@@ -113,12 +113,13 @@ def check_table(entries: Sequence[Entry], n: int) -> None:
 def write(path: Path, manifest: Manifest) -> None:
     """Write and fsync `checkpoint.h5`.
 
-    The file contains the facts, the table of files, and /parameters, a virtual dataset of shape (n,
-    P) that refers to all files.
+    The file contains the facts, the table of files and, unless P = 0, /parameters, a virtual
+    dataset of shape (n, P) that refers to all files.
 
     :param path: path of `checkpoint.h5`
     :param manifest: content of the file
-    :raises StoreError: if writing fails
+    :raises StoreError: if the HDF5 part cannot be written
+    :raises OSError: if the checksum cannot be written, or fsync fails
     """
     names = max(len(entry.file) for entry in manifest.entries)
     kind = [("node", "<i8"), ("file", f"S{names}"), ("bytes", "<i8")]
@@ -242,7 +243,7 @@ def counter(value: Any, name: str, limit: int) -> int:
 
 
 def parse_facts(text: str, name: str) -> dict[str, Number]:
-    """Parse facts or counters from a JSON object of numbers and strings.
+    """Parse facts or counters from a JSON object of numbers, strings and nulls.
 
     :raises ValueError: if the text is not such an object; the message contains ``name``
     """

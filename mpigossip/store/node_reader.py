@@ -1,4 +1,4 @@
-"""Reader of the model in a node's files, piece by piece: the whole model is never in memory."""
+"""Reader of the model in a node's files, piece by piece, so that it need not fit into memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class NodeReader:
         :param index: index of the parameter
         :param begin: index of the first element within the parameter, in row-major order
         :param end: index after the last element
-        :raises StoreError: if an element is NaN or infinite
+        :raises StoreError: if the elements cannot be read, or one of them is NaN or infinite
         """
         first = self._begins[index]
         with reading(self._path):
@@ -84,7 +84,10 @@ class NodeReader:
     def buffers(self) -> dict[str, np.ndarray]:
         """Return the buffers of the model by name, averaged over the node's slots in float64.
 
-        :raises StoreError: if running statistics are NaN or infinite
+        Buffers that are not floating-point are taken from the first slot.
+
+        :raises StoreError: if the buffers cannot be read, differ in name or shape between slots, or
+            if running statistics are NaN or infinite
         """
         slots: dict[int, dict[str, np.ndarray]] = {}
         with reading(self._path):

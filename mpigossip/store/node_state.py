@@ -21,8 +21,8 @@ with −∞, and a user's own state can have any value.
 NORMS = ("running_mean", "running_var")
 """Suffixes of the running statistics of normalization layers, which must be finite, too."""
 LOOSE = ("torch/", "own/", "rng/")
-"""Prefixes of arrays of a custom loop that may be missing on some nodes, because an optimizer has
-no state for parameters that its node never used.
+"""Prefixes of arrays of a custom loop that may be missing on some nodes, for example because an
+optimizer has no state for parameters that its node never used.
 """
 STATE_PIECES = "pieces/torch/"
 """Prefix of the arrays with one key of a torch optimizer's state for all parameters, one after the
@@ -59,7 +59,7 @@ class NodeState:
         return {"parameters": self.parameters.astype("<f4", copy=False), **paths}
 
     def not_finite(self) -> str:
-        """Return a text on the first array with NaN or infinite values; "" if all are finite."""
+        """Return a text on the first array that must be finite, but is not; "" if there is none."""
         for name, array in self.stored().items():
             if not must_be_finite(name, array.dtype):
                 continue
@@ -154,8 +154,8 @@ def read_table(
 
     :param rows: rows of the table
     :param length: number of elements of all parameters
-    :raises ValueError: if the parameters do not follow one another, or do not fill ``length``
-        elements
+    :raises ValueError: if a name occurs twice, if a name or shape is not valid, or if the
+        parameters do not follow one another or do not fill ``length`` elements
     """
     names = []
     shapes = []
@@ -221,6 +221,8 @@ def over_slots(state: NodeState) -> dict[str, np.ndarray]:
     """Return the arrays of a node by name, with "parameters" and buffers averaged over slots.
 
     A buffer has the path "buffers/SLOT/NAME" in the state, and "buffers/NAME" in the result.
+
+    :raises ValueError: if the slots have different buffers
     """
     arrays = {"parameters": state.parameters}
     slots: dict[int, dict[str, np.ndarray]] = {}
@@ -238,6 +240,8 @@ def over_nodes(states: Iterable[NodeState]) -> dict[str, np.ndarray]:
     """Return arrays by name, averaged over the nodes.
 
     They are the arrays of :func:`over_slots`, "bytes_sent" and "local_steps".
+
+    :raises ValueError: if nodes have different arrays, except the ones with prefixes in `LOOSE`
     """
 
     def arrays(state: NodeState) -> dict[str, np.ndarray]:

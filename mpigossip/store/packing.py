@@ -48,6 +48,7 @@ class _Payload(NamedTuple):
     size: tuple[int, int]
     """Height and width in pixels."""
     gray: bool
+    """True if the image has no colours; also true if the file has problems."""
     moments: np.ndarray | float
     """Number of pixels of each channel, and sum and sum of squares of their values, which lie
     between 0 and 1, (3, 3); 0: not measured."""
@@ -98,9 +99,9 @@ def pack(
     """Pack a folder of images or texts into a data set, and return its path.
 
     Images are read from FOLDER/train/CLASS/* and FOLDER/test/CLASS/* (or FOLDER/val/CLASS/*). Each
-    file is decoded once as a check, and stored unchanged. The mean and the standard deviation of
-    the channels, for normalization, are computed from 10,000 to 20,000 evenly distributed training
-    images, or from all if there are fewer.
+    file is decoded once as a check, and stored unchanged unless an option requires otherwise. The
+    mean and the standard deviation of the channels, for normalization, are computed from 10,000 to
+    20,000 evenly distributed training images, or from all if there are fewer.
 
     Each file of a text is a document. Its first 90 % are for training, and the rest is for testing.
     The label of a sample is the index of its file.
@@ -359,6 +360,8 @@ def _checked(files: Sequence[Path], image_size: int | None, every: int) -> Itera
 
 def _check(path: Path, image_size: int | None, measured: bool) -> _Payload:
     """Decode an image file, scale it down if it is too large, and measure its pixels.
+
+    If this fails, the result contains the error as a problem.
 
     :param path: image file
     :param image_size: largest length of the shorter side in pixels; None: no limit

@@ -1,4 +1,4 @@
-"""Files of a model that are written and read piece by piece, so that no whole array is in memory.
+"""Files of a model that are written and read without a whole large array in memory.
 
 The format is the format of :mod:`mpigossip.store.checkpoint`. A file holds consecutive elements of
 the flat parameters, and of each array that has an element for each of them, such as a momentum of
@@ -92,6 +92,7 @@ class WrittenPart(NamedTuple):
 
     path: Path
     node: int
+    """Index of the node, or number of the place."""
     parameters: int
     """Number of elements of the part."""
     digest: str
@@ -116,7 +117,8 @@ class WrittenPart(NamedTuple):
             size = os.fstat(descriptor).st_size
             if size != self.spans[-1].end:
                 raise DamagedPart(
-                    f"{self.path} has {size} bytes, but {self.spans[-1].end} were written to it"
+                    f"{self.path} has {size} bytes, but {self.spans[-1].end} were written to it: "
+                    "check the file system"
                 )
             value = 0
             for span in self.spans:
@@ -152,7 +154,7 @@ class WrittenPart(NamedTuple):
     def _damaged(self, span: Span) -> DamagedPart:
         return DamagedPart(
             f"{self.path} is damaged: its bytes {span.begin} to {span.end - 1} are not the bytes "
-            "that were written"
+            "that were written: check the file system"
         )
 
 
@@ -175,6 +177,7 @@ def write(
     :param attempt: function that calls an operation of the file system with the path, and may
         repeat it; None: each operation is called once
     :raises StoreError: if writing fails
+    :raises ValueError: if an array has another number of elements than the part
     """
     problem: Exception | None = None
     is_intact = True
@@ -237,7 +240,10 @@ def _create(
 ) -> tuple[dict[str, int | None], list[Span]]:
     """Create a file with all small arrays.
 
-    :return: the offset of each large array; and the bytes between the large arrays
+    :return: the offset of each large array, None if it is empty; and the bytes between the large
+        arrays
+    :raises StoreError: if the file cannot be written, or has more objects or text than readers
+        accept
     """
     datasets: dict[str, h5py.Dataset] = {}
     numbers = json.dumps(source.numbers, default=lambda value: value.item())
@@ -291,10 +297,10 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 class StoredModel:
-    """Model in open files, from which ranges of elements are read; the whole is never in memory.
+    """Model in open files, from which ranges of elements are read: it need not fit into memory.
 
     Each file holds consecutive elements of the flat parameters. Only the files that contain the
-    elements of a range need to be open.
+    elements of a range need to be open. If a file cannot be read, StoreError is raised.
     """
 
     def __init__(self, folder: Path, files: Sequence[tuple[Entry, int]], length: int, step: int):
@@ -355,7 +361,8 @@ class StoredModel:
 
         :param index: index of the file among the open ones
         :param digest: SHA-256 of the arrays of the file
-        :raises StoreError: if the digest differs, or if an array has NaN or infinite values
+        :raises StoreError: if the digest differs, or if an array that has to be finite has NaN or
+            infinite values
         """
         if self.digest(index) != digest:
             raise StoreError("its digest differs from the digest in the record of its round")
@@ -441,7 +448,9 @@ class StoredModel:
     def parameters(self, begin: int, end: int) -> np.ndarray:
         """Return a range of elements of the flat parameters.
 
-        :raises StoreError: if the open files do not contain the range
+        :param begin: index of the first element
+        :param end: index after the last element
+        :raises StoreError: if the open files do not contain the range, or cannot be read
         """
         return self._range("parameters", begin, end)
 
@@ -451,6 +460,7 @@ class StoredModel:
         :param key: key of the state, such as "exp_avg"
         :param begin: index of the first element in the flat parameters
         :param end: index after the last element
+        :raises StoreError: if the open files do not contain the range, or cannot be read
         """
         if f"{STATE_PIECES}{key}" in self._files[0]:
             return self._range(f"{STATE_PIECES}{key}", begin, end)
@@ -492,7 +502,10 @@ class StoredModel:
         return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
     def digest_as_whole(self) -> str:
-        """Return the digest that the same model has in one file; all files have to be open."""
+        """Return the digest that the same model has in one file; all files have to be open.
+
+        :raises StoreError: if the open files do not contain the whole model, or cannot be read
+        """
         large = {
             f"arrays/{path}": (key, name)
             for key, paths in self._large().items()

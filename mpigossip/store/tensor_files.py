@@ -8,8 +8,8 @@ tensors in several files, and an index with the name of the file of each tensor.
     model-00001-of-00002.safetensors, model-00002-of-00002.safetensors
     model.safetensors.index.json
 
-The library `safetensors` writes only tensors that are all in memory; this module never holds more
-than one piece of a tensor. Format: https://huggingface.co/docs/safetensors
+The library `safetensors` writes only tensors that are all in memory; this module writes them piece
+by piece. Format: https://huggingface.co/docs/safetensors
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ LONGEST_HEADER = 1 << 26
 
 
 class Tensor(NamedTuple):
-    """Description of a tensor, whose elements are read only when they are written."""
+    """Description of a tensor, whose elements are read when they are needed."""
 
     name: str
     dtype: str
@@ -95,9 +95,9 @@ def write(
 
     Each file is written under a temporary name first. If there are several, the index and all files
     of an earlier export of the same name are removed when all are written, then the new files get
-    their names, and the index is the last. A reader therefore never finds files of two exports,
-    even if the export is interrupted. A single file replaces the earlier one first; then other
-    files of an earlier export are removed.
+    their names, and the index is the last. A reader of the index therefore never finds files of two
+    exports, even if the export is interrupted. A single file replaces the earlier one first; then
+    other files of an earlier export are removed.
 
     :param out: path that ends in ".safetensors". The names of several files are made from it
     :param tensors: tensors to write
@@ -149,7 +149,12 @@ def write(
 
 
 def divide(tensors: Sequence[Tensor], most: int | None) -> list[list[Tensor]]:
-    """Divide tensors among files of at most ``most`` bytes, in their order; None: one file."""
+    """Divide tensors among files, in their order.
+
+    :param tensors: tensors to divide
+    :param most: largest number of bytes of the tensors in a file. A larger tensor gets a file of
+        its own; None: one file
+    """
     groups: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:

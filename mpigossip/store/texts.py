@@ -86,7 +86,7 @@ def split_file(path: Path, whole_characters: bool = False) -> tuple[bytes, bytes
 
     :param path: file to read
     :param whole_characters: whether to move the boundary back to the first byte of a UTF-8
-        character
+        character, so that the first part is a little shorter
     :raises StoreError: if the file cannot be read
     """
     with reading(path):
@@ -137,7 +137,10 @@ class Coder:
             self.tokenizer = Tokenizer(lengths, self._library.to_str().encode())
 
     def encode_splits(self, path: Path) -> Iterator[bytes]:
-        """Yield the tokens of a file's training part and of its test part, as bytes to store."""
+        """Yield the tokens of a file's training part and of its test part, as bytes to store.
+
+        :raises StoreError: if the file cannot be read or, with "bpe", is not UTF-8
+        """
         begin = 0
         for part in split_file(path, self._library is not None):
             if self._library is None:

@@ -170,7 +170,7 @@ def test_earlier_and_damaged_logs_are_renamed(tmp_path, caplog):
     assert len(read(path).steps["loss"]) == 5
     assert len(read(tmp_path / "log.h5.1").steps["loss"]) == 20
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(StoreError, match=r"log\.h5 has invalid content"):
+    with pytest.raises(StoreError, match=r"log\.h5 can't be used"):
         read(path)
     caplog.clear()
     got = write_log(path, steps=15, first_step=10)
@@ -195,7 +195,7 @@ def append_to(path):
     ("call", "name", "message"),
     [
         (read, "no.h5", r"no\.h5 doesn't exist"),
-        (read, "text", "has invalid content"),
+        (read, "text", "can't be used"),
         (log_writer, "text/log.h5", "can't be written"),
         (append_to, "long" * 100, "can't be written"),  # an error other than FileNotFoundError
     ],
@@ -470,12 +470,12 @@ def test_entries_of_another_type_are_rejected(tmp_path):
         if summary is complete:
             assert table(read(path))
             continue
-        with pytest.raises(StoreError, match="has invalid content"):
+        with pytest.raises(StoreError, match="can't be used"):
             read(path)
     for environment in ("[]", '{"host": 3}', "3"):
         write_log(path := tmp_path / f"{len(environment)}.h5")
         with h5py.File(path, "r+") as file:
             file.attrs["environment"] = np.bytes_(environment)
             del file.attrs["checksum"]
-        with pytest.raises(StoreError, match="has invalid content"):
+        with pytest.raises(StoreError, match="can't be used"):
             read(path)

@@ -28,7 +28,7 @@ from mpigossip.mixing.device.memory import check_default_device
 class Averager:
     """Gossip averaging of arrays: ``x_i ← Σ_j W(t)[i, j] x_j``; rank i is node i.
 
-    Each call executes the next round of the graph::
+    Each average executes the next round of the graph::
 
         with mpigossip.world() as world:
             averager = mpigossip.Averager(world, "one-peer-exponential", like=x)
@@ -46,7 +46,8 @@ class Averager:
     A call of :meth:`average` may be given other weights than W(t), and :meth:`exchange` returns the
     received arrays themselves. Integers have no average: their sums, which are exact, are computed
     with integral weights, or over all nodes by :meth:`sum`. The object is a context manager, which
-    closes it at the end of the block.
+    closes it at the end of the block. After that, and in a fork, each call raises JobError, except
+    a second :meth:`close`.
     """
 
     def __init__(
@@ -101,12 +102,13 @@ class Averager:
     def start(self, x: Any) -> None:
         """Begin the exchange of the round with the values of ``x``, without waiting for its end.
 
-        The call waits only until the neighbours have read the message of the round before.
+        The call waits only until the neighbours have read the message of the round before. The
+        first round after the creation of another Averager is collective.
 
         :param x: array with the dtype, shape and device of ``like``; it may be changed before
             :meth:`finish`
         :raises JobError: if the last exchange has not been finished, if ``x`` does not match
-            ``like``, or if the arrays hold integers
+            ``like``, if the arrays hold integers, or if ranks call different Averagers here
         :raises WaitTimeoutError: if a neighbour does not read within ``world.timeout_s`` seconds
         """
         mixer = self._ready("start", x)
@@ -120,7 +122,8 @@ class Averager:
         """Wait for the neighbours and return the weighted average.
 
         :param out: array to write the average into; None: a new one
-        :raises JobError: if no exchange has been started, or ``out`` does not match ``like``
+        :raises JobError: if no exchange has been started, if ``out`` does not match ``like``, or if
+            the arrays hold integers
         :raises WaitTimeoutError: if a neighbour does not send within ``world.timeout_s`` seconds
         """
         mixer = self._ready("finish", out=out)
@@ -169,7 +172,8 @@ class Averager:
 
         :param x: array with the dtype, shape and device of ``like``
         :return: arrays like ``like``, in the graph's order
-        :raises JobError: if ``x`` does not match ``like``, or an exchange is in flight
+        :raises JobError: if ``x`` does not match ``like``, if an exchange is in flight, or if ranks
+            call different Averagers here
         :raises WaitTimeoutError: if a neighbour does not send within ``world.timeout_s`` seconds
         """
         received = self._swap_arrays("exchange", x)
@@ -222,7 +226,7 @@ class Averager:
         return self._result(self._reshape(mixer.mean(row)[None]), out)
 
     def close(self) -> None:
-        """Free the memory; collective. The world calls it when it ends."""
+        """Free the memory; collective. The world calls this when it closes."""
         if self._closed:
             return
         check_process()

@@ -153,8 +153,8 @@ def check_weights(call: str, weights: Weights, ranks: Sequence[int], dtype: torc
     """
     if unknown := sorted(set(weights) - set(ranks)):
         raise JobError(
-            f"{call}: weights has rank {unknown[0]}, which the graph does not connect to this rank "
-            f"here; give weights for ranks of {sorted(ranks)} only"
+            f"{call}: rank {unknown[0]} is given, which the graph does not connect to this rank "
+            f"here; give ranks of {sorted(ranks)} only"
         )
     for rank, weight in weights.items():
         if not dtype.is_floating_point and not float(weight).is_integer():

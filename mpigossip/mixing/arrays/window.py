@@ -169,8 +169,9 @@ class Window(WindowAccess):
     one call that sends to two neighbours: other ranks may see the effect of the first one before
     the effect of the second one.
 
-    *Visibility*: `put` and `accumulate` copy the array and return at once. The value has arrived at
-    the neighbours when the next call of this window, or :meth:`flush`, returns; the first
+    *Visibility*: `put` and `accumulate` copy the array, wait until the last call of this window is
+    complete, and may return before the value has arrived. The value has arrived at the neighbours
+    when the next call of this window, or :meth:`flush`, returns; the first
     :meth:`update` of the neighbour that begins afterwards includes it. There is one exception:
     while this rank sends another value to that neighbour, it takes back an unread value to merge
     the two, and an update at this moment finds neither; a later one finds both.
@@ -308,9 +309,10 @@ class Window(WindowAccess):
     # -- calls ----------------------------------------------------------------------------------
 
     def put(self, x: Any, weights: Weights | None = None, *, round: int | None = None) -> None:
-        """Replace this rank's buffer b_i at out-neighbours: b_i ← w_j x at rank j; return at once.
+        """Replace this rank's buffer b_i at out-neighbours: b_i ← w_j x at rank j.
 
-        With ``push_sum``, the push-sum weight of the buffer becomes w_j p, for this rank's p.
+        This does not wait until the value has arrived (see *Visibility*). With ``push_sum``, the
+        push-sum weight of the buffer becomes w_j p, for this rank's p.
 
         :param x: array with the dtype and shape of ``like``; it may be changed after the call
         :param weights: weight w_j of each rank j that is sent to; None: 1 for all out-neighbours
@@ -324,11 +326,11 @@ class Window(WindowAccess):
     def accumulate(
         self, x: Any, weights: Weights | None = None, *, round: int | None = None
     ) -> None:
-        """Add to this rank's buffer b_i at out-neighbours: b_i ← b_i + w_j x; return at once.
+        """Add to this rank's buffer b_i at out-neighbours: b_i ← b_i + w_j x at rank j.
 
-        With ``push_sum``, w_j p is added to the push-sum weight of the buffer. Sums of integers are
-        exact; they wrap around if they do not fit the dtype. Floating-point sums are rounded to
-        the dtype of the window.
+        This does not wait until the value has arrived (see *Visibility*). With ``push_sum``, w_j p
+        is added to the push-sum weight of the buffer. Sums of integers are exact; they wrap around
+        if they do not fit the dtype. Floating-point sums are rounded to the dtype of the window.
 
         :param x: array with the dtype and shape of ``like``; it may be changed after the call
         :param weights: weight w_j of each rank j that is sent to; None: 1 for all out-neighbours
@@ -446,6 +448,7 @@ class Window(WindowAccess):
     def flush(self) -> None:
         """Wait until the values of all calls of this rank have arrived at the neighbours.
 
+        :raises JobError: if the window is closed
         :raises WaitTimeoutError: if MPI does not complete them in time
         """
         self._ready("flush")
@@ -610,7 +613,10 @@ class Window(WindowAccess):
         self._replace(self.rank, 8 * DONE, self._version)
 
     def _read(self, j: int) -> int:
-        """Copy the published value of rank ``j`` to its buffer; return its version."""
+        """Copy the published value of rank ``j`` to its buffer; return its version.
+
+        :raises WaitTimeoutError: if the rank was writing during all reads until the time limit
+        """
         copy = Message(self._form)
         begin = time.monotonic()
         attempts = 0

@@ -28,8 +28,8 @@ from mpigossip.mixing.transports import Transport
 from mpigossip.mixing.wire import encode_slot
 
 SHARE = 1 << 24
-"""Size, in bytes, of the memory for received data of a slot in an exact average. It is larger than
-on the CPU, because launching work on a GPU takes longer."""
+"""Largest size, in bytes, of the memory for received data of a slot in an average of decoded
+values. It is only exceeded if 8 bytes for each node take more."""
 
 
 class DeviceBuffers:
@@ -241,7 +241,7 @@ class DeviceBuffers:
 
         The transport must access the devices, and no round may be in flight. This waits until the
         means are complete. MPI gets memory of the transport only, because the proof at the start of
-        the run has tried no other memory; the next call overwrites the result.
+        the run has tried no other memory; the next call may overwrite the result.
 
         :param arrays: for each slot, an array (p,) on its device, written by its current stream
         :param transport: transport that sends the arrays

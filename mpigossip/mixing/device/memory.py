@@ -43,7 +43,7 @@ windows itself."""
 class TransportUnavailable(Failure, RuntimeError):
     """Error that a transport can't be used: memory can't be allocated or shared, or a test failed.
 
-    The message names the device, the call and a remedy.
+    The message says what failed, and usually what to do.
     """
 
 
@@ -70,14 +70,16 @@ def check_default_device(call: str) -> None:
 def ordinary(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate zeroed memory by torch, as a tensor uint8 (nbytes,).
 
-    :raises TransportUnavailable: if there is not enough memory
+    :param nbytes: number of bytes
+    :param device: device of the memory
+    :raises TransportUnavailable: if there is not enough GPU memory
     """
     try:
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
         raise TransportUnavailable(
-            f"allocating {nbytes >> 20} MiB for messages on {device} failed: {error}; reduce "
-            "data.batch"
+            f"allocating {nbytes >> 20} MiB for messages on {device} failed: {error}; use "
+            "a smaller batch (data.batch of a job)"
         ) from error
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -95,6 +97,8 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
 
     On the CPU, it is memory of torch.
 
+    :param nbytes: number of bytes; a multiple of `UNIT` is allocated
+    :param device: device of the memory
     :raises TransportUnavailable: if the allocation fails or CuPy is missing
     """
     if device.type == "cpu":
@@ -111,7 +115,7 @@ def private(nbytes: int, device: torch.device) -> torch.Tensor:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise TransportUnavailable(
             f"cudaMalloc of {allocated >> 20} MiB on {device} failed: {error}; torch's cache "
-            "may hold the remaining memory (reduce data.batch)"
+            "may hold the remaining memory; use a smaller batch (data.batch of a job)"
         ) from error
 
 
@@ -120,6 +124,8 @@ def message_memory(nbytes: int, device: torch.device) -> torch.Tensor:
 
     On a GPU, the memory is a separate cudaMalloc, or memory of torch if CuPy is missing.
 
+    :param nbytes: number of bytes
+    :param device: device of the memory
     :raises TransportUnavailable: if the allocation fails
     """
     if device.type == "cpu":
@@ -183,7 +189,7 @@ def agreed(
 
 
 def pages(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges of whole memory pages that contain the given ranges (address, bytes).
+    """Return ranges (address, bytes) of whole memory pages that contain the given ranges.
 
     Ranges that touch are merged, because a page can't be locked twice, and a copy must not begin in
     one locked range and end in another.

@@ -62,8 +62,8 @@ def gpu_mpi_works(
 ) -> tuple[bool, str]:
     """Return whether MPI can send memory of all slots' devices on all ranks, with an explanation.
 
-    The call is collective, and the first value is equal on all ranks. If the MPI library reports on
-    any rank that it does not support GPU memory, nothing is tried, because a put to GPU memory
+    The call is collective, and the first value is equal on all ranks. If no query reports on some
+    rank that the MPI library supports GPU memory, nothing is tried, because a put to GPU memory
     would then kill the process.
 
     :param comm: communicator of the nodes
@@ -274,7 +274,10 @@ def _ending(code: int) -> str:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment without the variables that make it a rank of the job."""
+    """Return environment variables without the ones that join a process to a job's ranks.
+
+    :param variables: environment variables
+    """
     return {name: value for name, value in variables.items() if not LAUNCHED.match(name)}
 
 
@@ -359,6 +362,7 @@ class Proof:
         """Run the whole test.
 
         :raises TransportUnavailable: if a call fails on this rank; the message names it
+        :raises WaitTimeoutError: if another rank does not answer within the time limit
         """
         self._on_each_slot("an allocation", self._allocate)
         self._wait([self.comm.Ibarrier()])  # MPI_Win_create would wait without a time limit

@@ -43,8 +43,8 @@ class Streams:
     def ready(self) -> torch.cuda.Event | None:
         """Return an event that is complete after all work that the slot has launched so far.
 
-        Slots launch on the default stream. A user's own loop may fill the outbox on another stream,
-        and may have read the last result on a third one.
+        It is None on the CPU. Slots launch on the default stream. A user's own loop may fill the
+        outbox on another stream, and may have read the last result on a third one.
         """
         if self.out is None:
             return None
@@ -62,7 +62,10 @@ class Streams:
             stream.wait_event(event)
 
     def copied_out(self) -> torch.cuda.Event | None:
-        """Return an event that is complete after all copies from the device launched so far."""
+        """Return an event that is complete after all copies from the device launched so far.
+
+        It is None on the CPU.
+        """
         return _behind(self.out)
 
     def drain(self) -> None:
@@ -72,7 +75,7 @@ class Streams:
 
     @contextlib.contextmanager
     def incoming(self) -> Iterator[None]:
-        """Return a context that launches on the stream of copies to the device and sums.
+        """Return a context in which work is launched on the stream of incoming copies and sums.
 
         It makes the slot's device current and holds the lock that orders NCCL launches.
         """

@@ -1,1 +1,1 @@
-"""Optional code in C and CUDA for sums and waits; sums are bitwise identical to torch's."""
+"""Optional code in C and CUDA for sums, random numbers and waits; it changes no bit of a result."""

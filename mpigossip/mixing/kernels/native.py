@@ -1,13 +1,14 @@
 """C library for the weighted sum in one pass, and for waiting; compiled once.
 
 The library only saves time. Without it, PyTorch's operations compute bitwise identical sums in
-several passes, and waits are loops in Python. It is not used if there is no compiler or no cache
-folder, or if the environment variable ``MPIGOSSIP_NATIVE`` is 0.
+several passes, and waits are loops in Python. It is not used if it can't be built or loaded, or if
+the environment variable ``MPIGOSSIP_NATIVE`` is 0.
 
 The library is in the user's cache folder, under a name that contains a hash of its source, so that
 each version builds its own. One of the processes that share this folder builds it, and the others
-wait (:mod:`build_lock`). If other users may write to the folder, nothing is loaded from there, and
-each process compiles a private copy.
+wait (:mod:`build_lock`). If other users may write to the folder, no library that is there is
+loaded. If the folder belongs to this user, it is made private; otherwise, each process compiles a
+private copy.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ SOURCES = [HERE / "sum.c"] + [HERE / "wait.c"] * (sys.platform == "linux")
 FLAGS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC")
 STREAMED = 1 << 20
 """A result with at least this number of elements is written to memory without the cache, which
-could not hold it."""
+could not hold it, unless it replaces an array of the sum."""
 CACHED_CALLS = 1024
 """Number of sums whose arguments for C are kept in memory."""
 COMPILE_S = 60.0
@@ -139,7 +140,10 @@ def library() -> Any:
 
 
 def status() -> str:
-    """Return the path of the library, or the reason why there is none, for `mpigossip doctor`."""
+    """Return the path of the library, or a note on its state, for `mpigossip doctor`.
+
+    The note says that a private copy is used, or why no library is used.
+    """
     try:
         _load()
     except NoKernel as error:
@@ -207,8 +211,8 @@ def _is_private(path: Path) -> bool:
 def _build(path: Path) -> Path:
     """Build the library and return its path.
 
-    The path is ``path``, where one process builds and the others wait for it. If other users may
-    write to the cache folder, it is in a new private folder instead.
+    The path is ``path``, where one process builds and the others wait for it. If the cache folder
+    can't be made private, it is in a new private folder instead.
 
     :param path: path of the library in the cache folder
     :raises NoKernel: if there is no compiler, or the library can't be built
@@ -270,6 +274,9 @@ def _compile_for_others(path: Path, compiler: list[str], lock: BuildLock) -> Pat
     """Compile the library while this process holds the lock; return its path.
 
     If it fails, pass the reason to the waiting processes, which would fail in the same way.
+
+    :raises NoKernel: if the compiler fails
+    :raises OSError: if a file can't be written
     """
     try:
         return _compile(path, compiler, lock.touch)

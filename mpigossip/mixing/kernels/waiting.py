@@ -54,7 +54,7 @@ def wait_for_requests(
     """Wait until ``need`` requests are complete, but at most ``limit`` seconds.
 
     The wait also ends if the file ``wake`` can be read or a signal has arrived. Return True
-    afterwards; if there is no native library, return False at once.
+    afterwards; if requests can't be waited for in C, return False at once.
 
     :param requests: requests of MPI
     :param need: number of requests that must be complete; None: all

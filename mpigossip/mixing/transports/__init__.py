@@ -16,8 +16,8 @@ class Transport:
     """Base class of transports, which send message chunks to the inbox buffers of out-neighbours.
 
     The methods that do not raise NotImplementedError are right for a transport that needs no such
-    action. Only one thread uses a transport at a time: the progress thread during a round,
-    otherwise the main thread.
+    action. Only one thread uses a transport at a time: the progress thread during a round that it
+    runs, otherwise the main thread.
     """
 
     halves = 1
@@ -110,6 +110,7 @@ class Transport:
 
         :param out: arrays to send, by rank and slot
         :param into: arrays for received data, by rank and slot
+        :raises WaitTimeoutError: if a rank does not answer within the time limit
         """
         return swap_by_messages(self.comm, self.timeout_s, out, into)
 
@@ -118,13 +119,14 @@ class Transport:
         return self.notifications.pending()
 
     def describe_late(self, r: RoundState, ranks: Sequence[int]) -> str:
-        """Return the error message for a round in which ``ranks`` are late; it names one."""
+        """Return the error message for a round in which ``ranks`` are late, with some names."""
         raise NotImplementedError
 
     def wait_for_swaps(self, what: str) -> None:
         """Wait until all calls of :meth:`swap` are done that the main thread has started.
 
-        ``what`` begins the error message.
+        :param what: description of the transfers, which begins the error message
+        :raises WaitTimeoutError: if they are not done within the time limit
         """
 
     def abandon(self) -> None:

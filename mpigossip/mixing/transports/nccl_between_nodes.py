@@ -38,7 +38,7 @@ REMEDY = (
 
 
 class NcclFailed(Failure):
-    """Failure of NCCL between nodes; the message names call, ranks and a remedy."""
+    """Failure of NCCL between nodes; the message contains NCCL's message and a remedy."""
 
 
 class Nccl(Transport):
@@ -154,6 +154,7 @@ class Nccl(Transport):
         :param what: description of the transfer, which begins the error message
         :param ranks: the other ranks of the transfer; empty: all ranks are awaited
         :raises WaitTimeoutError: at the time limit; it names the ranks of the transfer
+        :raises NcclFailed: if the transfer fails
         """
 
         def late() -> str:
@@ -212,7 +213,10 @@ class Nccl(Transport):
 
 
 def _find_shared_gpu(comm: MPI.Intracomm, streams: Sequence[Streams]) -> str:
-    """Return a message if two ranks have a slot on the same GPU, where NCCL hangs; otherwise ""."""
+    """Return a message if two ranks have a slot on one GPU, where NCCL hangs; otherwise "".
+
+    The call is collective.
+    """
     on_gpus = [
         slot_streams.device for slot_streams in streams if slot_streams.device.type == "cuda"
     ]

@@ -1,7 +1,8 @@
 """Choice of the fastest transport between GPUs that works.
 
-Each transport is tested and timed. All ranks agree on the result of a test: the transport works, or
-it does not, and why. A failed test never ends the job; the next transport is tried instead.
+If the choice is automatic, each transport is tested and timed. All ranks agree on the result of a
+test: the transport works, or it does not, and why. After a failed test, the next transport is
+tried.
 """
 
 import time
@@ -33,7 +34,7 @@ from mpigossip.mixing.transports.windows import Windows
 
 WAYS = "windows", "messages", "nccl", "host"
 """Names of the transports, which are the values of `node.exchange` besides "auto". "host" means
-windows in pinned host memory."""
+that messages go through host memory, which is pinned if possible."""
 AS_FAST = 1.1
 """Time of "windows", relative to the fastest transport, up to which "windows" is chosen."""
 ROUNDS = 3
@@ -197,7 +198,8 @@ def open_transport(
     :param buffers: largest number of in-neighbours that send to this rank in one round
     :param world: world whose ranks are the nodes
     :param on_host: function of a number of in-neighbours that opens the transport "host"
-    :raises TransportUnavailable: on all ranks, if a transport requested by name can't be used
+    :raises TransportUnavailable: on all ranks, if the transport requested by name, or for "auto"
+        the last one, "host", can't be used
     """
     probe = Probe(comm, layout, buffers, world, on_host)
     if requested == "host" or comm.size == 1:

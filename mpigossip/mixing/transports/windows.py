@@ -25,8 +25,8 @@ from mpigossip.mixing.progress_thread import run_on_all_ranks
 from mpigossip.mixing.transports import Transport, inboxes
 
 FLIGHT = 1 << 18
-"""Smallest size, in bytes, of the puts into which a chunk is divided. A chunk has about sixteen
-puts to each out-neighbour, or fewer if they would be smaller than this."""
+"""Smallest intended size, in bytes, of the puts into which a chunk in host memory is divided. A
+chunk has about sixteen puts to each out-neighbour, or fewer if they would be smaller than this."""
 CPU = torch.device("cpu")
 LIMIT_S = 60.0
 """Largest time limit, in seconds, for opening windows over GPU memory."""
@@ -37,10 +37,10 @@ class Windows(Transport):
     """Transport with double-buffered inboxes in MPI windows.
 
     On the host, one window holds all slots in memory that MPI allocates; on GPUs, each slot has a
-    window. In the round with a given index, the message of the k-th in-neighbour is in buffer k of
-    half ``index mod 2``. The rank that owns the buffer frees it after the sum of round t, for the
-    rank that writes to it in round t + 2. A rank notifies its out-neighbour after ``Win.Flush``,
-    because the completion of a put does not mean that the data has arrived.
+    window. In the round with a given index, the message of the k-th in-neighbour that sends to this
+    rank is in buffer k of half ``index mod 2``. The rank that owns the buffer frees it after the
+    sum of round t, for the rank that writes to it in round t + 2. A rank notifies its out-neighbour
+    after ``Win.Flush``, because the completion of a put does not mean that the data has arrived.
     """
 
     halves = 2
