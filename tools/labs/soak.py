@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,18 +26,20 @@ import torch
 import mpigossip
 from mpigossip.graphs import graph
 from mpigossip.mixing import open_mixer
-from mpigossip.mixing.base import ExchangeKind, MessageLayout
+from mpigossip.mixing.base import ExchangeKind, MessageLayout, Mixer
+from mpigossip.mixing.synchronous import FaultTolerant
 
 COUNT = 25_000
 """Number of parameters that a message contains."""
 GROWTH_MB = 8.0
 """Largest growth of a rank's memory, in MB, that counts as none: allocators keep some pages."""
-MIXERS = {
-    "read on the same host": {"mixer": "synchronous", "same_host": "read"},
-    "windows": {"mixer": "synchronous", "same_host": "put"},
-    "asynchronous": {"mixer": "asynchronous"},
+MIXERS: dict[str, Callable[..., Mixer]] = {
+    "read on the same host": partial(open_mixer, mixer="synchronous", same_host="read"),
+    "windows": partial(open_mixer, mixer="synchronous", same_host="put"),
+    "messages": FaultTolerant,
+    "asynchronous": partial(open_mixer, mixer="asynchronous"),
 }
-"""Options of `open_mixer` for each tested mixer."""
+"""Function of graph, layout and world that opens a mixer, by the name of the mixer."""
 
 
 class Resources(NamedTuple):
@@ -82,18 +85,16 @@ def growth(world: Any, what: str, before: Resources, after: Resources) -> bool:
     return world.broadcast(grown)
 
 
-def repeat_rounds(world: Any, name: str, options: dict[str, str], rounds: int) -> bool:
+def repeat_rounds(world: Any, name: str, rounds: int) -> bool:
     """Exchange with one mixer, and compare the resources after a tenth and after all rounds.
 
     :param world: the world; all ranks call this function
-    :param name: description of the mixer
-    :param options: options of `open_mixer`
+    :param name: name of the mixer in `MIXERS`
     :param rounds: number of rounds
     :return: result of `growth`
     """
-    mixer = open_mixer(
-        graph("one-peer-exponential", world.size), MessageLayout((COUNT,)), world, **options
-    )
+    one_peer = graph("one-peer-exponential", world.size)
+    mixer = MIXERS[name](one_peer, MessageLayout((COUNT,)), world)
     before = resources()
     begin = time.monotonic()
     t = 0
@@ -159,8 +160,8 @@ def main() -> int:
     report_worlds = repeat_worlds(options.worlds)
     with mpigossip.world() as world:
         grown = report_worlds(world)
-        for name, mixer_options in MIXERS.items():
-            grown |= repeat_rounds(world, name, mixer_options, options.rounds)
+        for name in MIXERS:
+            grown |= repeat_rounds(world, name, options.rounds)
     return int(grown)
 
 
