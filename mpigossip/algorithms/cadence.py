@@ -51,12 +51,12 @@ class FragmentSchedule(NamedTuple):
 
     @property
     def setting(self) -> str:
-        """Return the value of `cadence.fragments` as text."""
+        """Value of `cadence.fragments` as text."""
         return f"[{', '.join(map(repr, self.modules))}]" if self.modules else str(self.fragments)
 
     @property
     def is_whole_model(self) -> bool:
-        """Return whether the whole model is sent at once and received in the same step."""
+        """True if the whole model is sent at once and received in the same step."""
         return self.fragments == 1 and not self.delay
 
     def due(self, index: int) -> int | None:
@@ -78,7 +78,7 @@ class FragmentSchedule(NamedTuple):
 
 
 class Cadence(NamedTuple):
-    """Rule that decides what each step exchanges, with the same result on all nodes.
+    """Rule that decides what each step exchanges, with the same result on nodes of equal state.
 
     The state is a NamedTuple of plain numbers. It is written to checkpoints by field name.
     """
@@ -88,8 +88,9 @@ class Cadence(NamedTuple):
     kind: Callable[[Any, int], ExchangeKind]
     """Function (state, steps since the start) -> `ExchangeKind` of the next step."""
     observe: Callable[..., Any]
-    """Function (state, step, measured) -> state that is called once per step. The dict ``measured``
-    holds the values of ``measures`` and is equal on all nodes.
+    """Function (state, step, measured) -> state that is called once per step. In a GLOBAL step, the
+    dict ``measured`` holds the values of ``measures``, which are equal on all nodes; in other steps
+    it is empty.
     """
     measures: frozenset = frozenset()
     """Measurements that ``observe`` needs at GLOBAL steps: "variance" (‖mixed − sent‖²), "loss"."""
@@ -106,7 +107,7 @@ class Cadence(NamedTuple):
 
     @property
     def is_adaptive(self) -> bool:
-        """Return whether the kind of a step depends on more than its number."""
+        """True if the kind of a step depends on more than its number."""
         return self.init is not NoState
 
     @property

@@ -35,8 +35,8 @@ def muon(
     parameters. The state has the two arrays of AdamW; Muon keeps B in the first of them.
 
     :param decayed: number of columns, counted from the first, that take the decay λ
-    :param layout: parameter layout (`FlatParameters`); required for steps, because Muon takes whole
-        matrices
+    :param layout: parameter layout (`ParameterLayout`) of one slot, because Muon takes whole
+        matrices; None: the result makes a state, but raises ValueError in a step
     :param beta: β, factor of the momentum of Muon
     :param newton_schulz: number of Newton–Schulz iterations for O, in bfloat16
     :param adjust: rule for s. "match_rms_adamw": s = 0.2 √max(rows, columns), so that the same
@@ -111,6 +111,8 @@ def _unknown(*_: Any) -> Any:
 def _hidden(layout: Any, adamw_for: Sequence[str]) -> list[int]:
     """Return the indices of the parameters that Muon updates.
 
+    :param layout: parameter layout
+    :param adamw_for: patterns of names of matrices that AdamW updates
     :raises JobError: if there are no such parameters, or a pattern in ``adamw_for`` matches no
         matrix
     """
