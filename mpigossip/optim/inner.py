@@ -92,7 +92,8 @@ class OptimizerState:
 
         :param name: key of the array in the optimizer's state
         :param flat: array (rows, P) with the layout of the flat parameters
-        :raises JobError: if an optimizer has made steps, but has no such array
+        :raises JobError: if an optimizer keeps arrays, but none of this name, or if it keeps none
+            although there are gradients
         """
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for row, optimizer in enumerate(self._optimizers):
@@ -227,6 +228,8 @@ def fill_missing(
 def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Check that Gossip can use the optimizer as the local step of the model.
 
+    :param model: the model
+    :param optimizer: the optimizer
     :raises JobError: if the optimizer has none of the model's parameters, or parameters that are
         not in the model; if it is LBFGS, needs a closure or is differentiable; or if it is a Gossip
         already
@@ -327,8 +330,8 @@ def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:
 def check_method(parts: JobParts, optimizer: torch.optim.Optimizer) -> None:
     """Raise JobError if the algorithm can't use the optimizer.
 
-    Algorithms that replace the local step need plain SGD. SparseAdam does not support dense
-    gradients, which some algorithms exchange.
+    Custom algorithms and those that replace the local step need plain SGD. SparseAdam does not
+    support dense gradients, which some algorithms exchange.
     """
     name = parts.job.algorithm.name
     if not takes_local(name):
@@ -343,6 +346,8 @@ def check_method(parts: JobParts, optimizer: torch.optim.Optimizer) -> None:
 
 def decay(vector: ModuleParameters, optimizer: torch.optim.Optimizer, row: int = 0) -> None:
     """Add SGD's weight decay, weight_decay · x, to the flat gradients of one local node.
+
+    Parameters without a gradient get none, as in torch.
 
     :param vector: flat parameters x and gradients g
     :param optimizer: optimizer whose groups contain ``weight_decay``
@@ -368,8 +373,11 @@ def first_rate(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
 
 
 def learning_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) -> float:
-    """Return the learning rate of step ``index``.
+    """Return the learning rate of the optimizer's first group.
 
+    :param algorithm: name of the algorithm
+    :param optimizer: the optimizer
+    :param index: number of the step, for the message
     :raises JobError: if the algorithm needs one learning rate and the groups have several, or if
         the algorithm divides by the learning rate and the learning rate is 0
     """
@@ -401,6 +409,9 @@ def unscaled(
     the program has already divided the gradients by it). Without a scaler, the attributes are
     missing.
 
+    :param optimizer: the Gossip optimizer, on which GradScaler sets the attributes
+    :param engine: engine of the node
+    :param vector: flat parameters, whose gradients are divided
     :returns: the rows that skip the local step: (0,), the only node of a loop, if gradients have
         overflowed; otherwise ()
     """
