@@ -96,12 +96,15 @@ class ShardStreams:
             index += 1
 
     def _runs_in(self, index: int, rank: int, begin: int, end: int) -> Iterator[Run]:
-        """Iterate over the runs in one parameter; the other arguments are those of :meth:`runs`.
+        """Iterate over the runs of a rank that lie in one parameter.
 
         The parameter is regarded as an array (blocks, rows, elements of a row), of which each rank
         has some rows of each block.
 
         :param index: index of the parameter
+        :param rank: rank that has the shards
+        :param begin: index of the first element of the range, in the flat parameters
+        :param end: index after the last element
         """
         shape, dim = self._shapes[index], self._dims[index]
         row = prod(shape[dim + 1 :])

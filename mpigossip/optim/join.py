@@ -81,8 +81,9 @@ def join(
     :raises FolderUnreachable: if the folder's file system fails for more than ten seconds before
         the loop. Inside the loop, the limit is the lease, and the loop ends instead with
         ``finished`` false: exit with code 75, so that a batch script requeues the job
-    :raises JobError: if an argument is invalid, if the model or ``chunks`` differ from those of the
-        folder, if the folder belongs to something else, or if its file system has no hard links
+    :raises JobError: if an argument is invalid, if the training in the folder has another model or
+        number of chunks, if the folder belongs to something else, or if its file system has no hard
+        links
     """
     world = world or SingleProcess()
     folder, disk = Path(folder), RecordStore(Path(folder), shared)

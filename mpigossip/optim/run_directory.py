@@ -62,7 +62,7 @@ def open_log(run: Run) -> None:
 
 
 def _check_loaded(run: Run, path: Path, manifest: checkpoint.Manifest) -> None:
-    """Raise JobError unless a state at least as new as ``path``, of as many nodes, was loaded.
+    """Raise JobError unless a state at least as new as ``path``, of equally many nodes, was loaded.
 
     Otherwise, let the run continue to count from the checkpoint.
 

@@ -184,7 +184,7 @@ def _listed(nodes: list[int]) -> str:
 def _traffic(engine: Engine, graph: Graph, world: World) -> str:
     """Return a text on the bytes that a node sends per exchange, and that an all-reduce would send.
 
-    Both are means over the rounds of a period of the graph.
+    The former is a mean over the rounds of a period of the graph, but over `ROUNDS` rounds at most.
     """
     n = graph.n
     method = engine.method
@@ -235,6 +235,7 @@ def _state(engine: Engine, graph: Graph) -> str:
 
 
 def _memory(progress: Progress, trainer: Trainer, world: World) -> int:
+    """Return the number of bytes of memory of a node, without activations."""
     mixer = trainer.mixer
     replicas = trainer.replicas
     state = sum(

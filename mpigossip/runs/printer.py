@@ -184,7 +184,8 @@ class Printer(Hook):
     def _row(self, progress, step: int, result: Evaluation) -> list[tuple[str, str]]:
         """Return a row of the table of evaluations as pairs (column, text).
 
-        The column "local" is the task's first metric, as a mean over the nodes' own models.
+        The column "local" is the task's first metric, or the loss if it has no metric, as a mean
+        over the nodes' own models.
         """
         losses = [loss for loss in self._losses if loss == loss]
         self._losses = []

@@ -264,7 +264,11 @@ class Recorder(Hook):
         return merged
 
     def _write_or_begin(self, gathered: list, evaluations: list[dict]) -> None:
-        """Append gathered records to the log on rank 0; if the log was removed, begin a new one."""
+        """Append gathered records to the log on rank 0; begin a new log if it was removed.
+
+        :param gathered: for each node, its columns of the log and its evaluations
+        :param evaluations: rows of the evaluations, which are equal on all ranks
+        """
         try:
             self._write(gathered, evaluations)
         except LogGone as gone:

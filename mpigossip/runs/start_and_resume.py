@@ -33,7 +33,8 @@ def run(job: Job, world: World, n: int, resume: Path | None) -> dict[str, Any]:
     :param n: number of nodes
     :param resume: checkpoint to continue from; None: start from step 0
     :return: the summary on rank 0, elsewhere {}
-    :raises JobError: on all ranks, if the job has user errors
+    :raises UserError: on all ranks, if the job has user errors, or if the checkpoint is damaged or
+        does not fit the job
     """
     world.timeout_s = job.node.timeout_s
     prepare(job, world)
@@ -66,8 +67,10 @@ def train(job: Job, world: World, n: int | None = None) -> dict[str, Any]:
 
 
 def _nodes(job: Job, world: World) -> int:
-    """Return the number of nodes that the ranks form.
+    """Group the ranks into nodes, and return the number of nodes; collective.
 
+    :param job: the job
+    :param world: ranks of the run
     :raises JobError: on all ranks, if the ranks can't be divided into nodes
     """
     world.timeout_s = job.node.timeout_s
@@ -124,7 +127,7 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
     :param n: number of nodes; None: with MPI, the number of nodes that the ranks form; without MPI,
         the number of nodes of the checkpoint
     :return: the summary on rank 0, elsewhere {}
-    :raises JobError: if the folder contains no run that can be resumed
+    :raises UserError: if the folder has no run that can be resumed, or if overrides are invalid
     """
     with world.raise_together(UserError):
         if not folder.is_dir():
