@@ -33,7 +33,7 @@ class Hook:
         """Prepare for the first step, or for the first one after a rank failure.
 
         :param progress: progress of the run
-        :param assembly: the parts of the job (model, data, graph); for a custom loop, its `LoopNode`
+        :param assembly: parts of the job (model, data, graph); for a custom loop, its `LoopNode`
         """
 
     def step(self, progress, record: StepMetrics) -> None:
