@@ -48,10 +48,11 @@ from mpigossip.training.evaluate import Evaluation, evaluate
 from mpigossip.training.rules import check_member
 
 FORMAT = "mpigossip members 2"
+"""Name and version of the file format of a folder that a job begins."""
 LOOP_FORMAT = "mpigossip members 3"
-"""Format of a folder that a program begins: members may write models in several files, which
-programs of earlier versions can't read, so that they would train their chunks again."""
-"""Name and version of the file format."""
+"""Name and version of the format of a folder that a program begins: members may write models in
+several files, which programs of earlier versions can't read, so that they would train their chunks
+again."""
 JOB = "job.toml"
 """Name of the file with the job that all members share."""
 LOOP = "loop.toml"
@@ -496,7 +497,8 @@ def plan_of(assembly: Assembly, lease_s: float | None = None) -> TrainingPlan:
 def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dict[str, str]:
     """Return the facts on which the exact values of a member's model depend, as text by name.
 
-    The first record of the member's place contains them (`Start.about`).
+    The facts "host" and "pid" only identify the process. The first record of the member's place
+    contains all of them (`Start.about`).
 
     :param names: names of the model's parameters
     :param shapes: shapes of the parameters

@@ -65,7 +65,9 @@ class ReplayLog:
         self.starts: dict[int, Start] = {}
         """First record of each place."""
         self.rounds: dict[Version, Round | None] = {}
-        """All rounds; None: the record is unusable."""
+        """Record of each round; None: it is missing or unusable. A first record of a place that is
+        missing or unusable is its round 0 here.
+        """
         self.models: dict[Version, Any] = {}
         """Models that are inputs of rounds which have not been repeated yet: each is a `NodeState`,
         or files of it if several ranks have parts of it (`mpigossip.optim.sharded_member`)."""
