@@ -176,7 +176,7 @@ def adamw(
 
 
 class Accumulated(NamedTuple):
-    """Running means of g and g², and the mean gradient of the period so far, shaped like x."""
+    """Running means m of g and v of g², and s, the sum of g/A in the period so far, all like x."""
 
     first: torch.Tensor
     second: torch.Tensor

@@ -151,7 +151,7 @@ class Detag(NamedTuple):
     """State of DeTAG, as arrays shaped like x.
 
     These are the model x̃ and the tracker y, each with its value one step before. ``gathered`` is
-    the mean gradient g^k of the phase so far, and ``momentum`` is v^k.
+    g^k, the sum of the phase's gradients so far, divided by R, and ``momentum`` is v^k.
     """
 
     model: torch.Tensor

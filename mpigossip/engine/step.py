@@ -126,10 +126,11 @@ class Engine:
 
         :param lr: learning rate
         :param skipped: rows (indices of local nodes) that make no local step, because their
-            gradients overflowed, but take part in the exchange
+            gradients overflowed or the cadence lets them idle, but take part in the exchange
         :param loss: loss of each row, (rows,); None: unknown
         :param gradient_norm: norm of the gradient of each row, (rows,); None: unknown
-        :raises NonFiniteError: if a message contains NaN or infinite values
+        :raises NonFiniteError: if a message, or an array of the local step that is averaged,
+            contains NaN or infinite values
         """
         now = self.begin(lr, skipped)  # the cadence decides: LOCAL, GOSSIP or GLOBAL
         if now.kind is ExchangeKind.LOCAL:

@@ -357,7 +357,7 @@ class RecordStore:
         return is_new
 
     def remove(self, name: str) -> None:
-        """Remove a file that no member needs; after an error, the next call tries again."""
+        """Remove a file that no member needs; after most errors, the next call tries again."""
         self.discard(self.path(name))
 
     def discard(self, path: Path) -> None:

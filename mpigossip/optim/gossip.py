@@ -189,7 +189,7 @@ class Gossip(torch.optim.Optimizer):
         self._loaded: dict | None = None
         self._stale = StaleGradients()
         self.record: StepMetrics | None = None
-        """Metrics of the last step."""
+        """Metrics of the last step; None before the first one."""
         if self._job.run.survive:
             prepare(self._job, world)
         if measure_every is None:
@@ -431,9 +431,9 @@ class Gossip(torch.optim.Optimizer):
     def surviving(self) -> AbstractContextManager[None]:
         """Return a context manager for collective calls that the program itself makes.
 
-        With ``survive=True``, if a rank fails inside the block, the block ends without an error,
-        and the next call of :meth:`step` continues without the failed rank. Otherwise, the context
-        manager has no effect.
+        With ``survive=True`` and a fault-tolerant MPI, a rank failure inside the block ends the
+        block without an error, and the next call of :meth:`step` continues without the failed rank.
+        Otherwise, the context manager has no effect.
         """
         return self._node.catch_failure()
 

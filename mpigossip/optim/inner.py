@@ -88,7 +88,8 @@ class OptimizerState:
             value.copy_(view)
 
     def _pairs(self, name: str, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each parameter's array ``name``, and the parameter's part of ``flat``.
+        """Return a pair for each parameter that has an array ``name``: the array, or its shard in
+        this rank, and the parameter's part of ``flat``.
 
         :param name: key of the array in the optimizer's state
         :param flat: array (rows, P) with the layout of the flat parameters
@@ -390,7 +391,7 @@ def learning_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) 
     if lr == 0 and algorithm in DIVIDES:
         raise JobError(
             f'algorithm.name = "{algorithm}" divides by the learning rate, which is 0 at step '
-            f"{index}: start the warm-up above 0"
+            f"{index}: keep it above 0, also at the start of a warm-up and at the end of a decay"
         )
     return lr
 

@@ -412,7 +412,7 @@ class LoopNode:
                 if names := self.vector.newly_frozen():
                     raise JobError(
                         f'{parameter_list(names)} are frozen now, and algorithm.name = "{name}" '
-                        'would continue to move them by its own momentum: use algorithm = "dsgd", '
+                        'would continue to move them by its own update: use algorithm = "dsgd", '
                         "whose optimizer does not change frozen parameters"
                     )
                 decay(self.vector, self.inner)

@@ -80,8 +80,8 @@ def _node(world: World | None) -> list[int]:
 def check_late(model: nn.Module, world: World | None = None) -> None:
     """Check for DDP or FSDP that was applied after Gossip was created.
 
-    This inspects all objects of the interpreter, so it is called only when the flat parameters are
-    created.
+    If torch.distributed is initialized, this inspects all objects of the interpreter, so it is
+    called only when the flat parameters are created.
 
     :param model: the model of the program, whose gathered parameters are freed
     :param world: as in :func:`check`

@@ -237,12 +237,13 @@ class JobNode:
             progress.warn(
                 f'the test metric "{name}" is {value} at step {self.engine.index}{first}: its sum '
                 "is "
-                "not finite, or its count over the whole test set is 0"
+                "not finite, or its count over the whole test set is 0; check the model's outputs "
+                "and the metric"
             )
 
 
 def _partition_settings(job: Job) -> tuple[dict[str, Any], int]:
-    """Return the settings on which the partition of the data depends."""
+    """Return the settings of `[data]` on which the partition of the data depends, and the seed."""
     data = config.as_dict(job)["data"]
     return {key: data[key] for key in data.keys() - NOT_OF_PARTITION}, job.run.seed
 

@@ -495,7 +495,9 @@ class Run:
     def _summary(self, index: int) -> dict[str, Any]:
         """Return the summary of the whole run on rank 0, elsewhere {}; collective.
 
-        Metrics that programs log are averaged over nodes.
+        Metrics that programs log are averaged over the ranks that have logged them.
+
+        :param index: number of steps of the last checkpoint
         """
         node = self.node
         progress = self.progress

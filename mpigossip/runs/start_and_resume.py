@@ -175,7 +175,7 @@ def _check_is_job(manifest: Manifest, path: Path) -> None:
 def _check_same_job(job: Job, n: int, manifest: Manifest) -> None:
     """Check that a run directory contains a run of this job with this number of nodes.
 
-    If nodes have failed during that run, ``n`` is compared with the number of nodes at its start.
+    If nodes have failed since the last start of that run, ``n`` is compared with their number then.
 
     :param job: the job
     :param n: number of nodes

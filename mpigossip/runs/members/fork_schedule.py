@@ -233,7 +233,10 @@ class ForkSchedule:
         done.append(((turn.time, place), record))
 
     def _start(self, turn: Turn) -> list[Round]:
-        """Set the first record of a turn's place; return the versions that it starts from."""
+        """Set the first record of a turn's place; return the rounds from whose models it starts.
+
+        The list is empty if the place starts from the model that the seed initializes.
+        """
         start = self.recorded_starts[turn.place]
         inputs: list[Round] = []
         if self.progress is None:

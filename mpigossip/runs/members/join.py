@@ -95,11 +95,12 @@ def join(
     :param poll_s: seconds after which a member without work reads the folder again
     :param stop: function that returns whether the member has to leave; called after each step
     :return: summary with "finished", which is False if the member was asked to leave, and "places",
-        the numbers of its places; after the end also the metrics, the checkpoint and its digest,
-        otherwise "stop_file", which is True if the folder contains a file STOP. On ranks other than
-        rank 0 of a member, it has the number of the "rank", too
+        the numbers of its places; after the end also the metrics and, once it is written, the
+        checkpoint and its digest; otherwise "stop_file", which is True if the folder contains a
+        file STOP. On ranks other than rank 0 of a member, it has the number of the "rank", too
     :raises JobError: if the user can correct the error, such as a job that members can't train
-    :raises FolderUnreachable: if the file system fails for longer than a lease
+    :raises FolderUnreachable: if the file system fails for longer than a lease, or for ten seconds
+        at the start
     """
     disk = RecordStore(folder, shared)
     own_job = job

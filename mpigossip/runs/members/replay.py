@@ -280,7 +280,7 @@ class ReplayLog:
         """Return a clause on how this process differs from the process that trained a place.
 
         Such a difference, for example in the version of torch, may explain another digest. If there
-        is none, return "".
+        is none, the clause names other causes.
         """
         start = self.starts.get(place)
         facts = about((), (), []) | {"ranks": str(self._ranks)}
@@ -293,7 +293,7 @@ class ReplayLog:
         return (
             f"; the record was made with {', '.join(unlike)}: use the same environment as then"
             if unlike
-            else ""
+            else "; the data or code may have changed since, or the record or an input may be wrong"
         )
 
     def summary(self) -> str:
