@@ -88,8 +88,10 @@ class OptimizerState:
             value.copy_(view)
 
     def _pairs(self, name: str, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return a pair for each parameter that has an array ``name``: the array, or its shard in
-        this rank, and the parameter's part of ``flat``.
+        """Return pairs for all parameters that have an array ``name``.
+
+        A pair consists of the array, or its shard in this rank, and the parameter's part of
+        ``flat``.
 
         :param name: key of the array in the optimizer's state
         :param flat: array (rows, P) with the layout of the flat parameters

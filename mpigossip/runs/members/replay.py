@@ -271,7 +271,8 @@ class ReplayLog:
         if not equal:
             raise ReplayMismatch(
                 f"round {version.round} of place {version.place} gives another model than "
-                f"its record {record_name(*version)} contains{self._unlike(version.place)}"
+                f"its record {record_name(*version)} contains: the data, the code or a record may "
+                f"have changed{self._unlike(version.place)}"
             )
         if self.uses[version]:
             self.models[version] = state
@@ -280,7 +281,7 @@ class ReplayLog:
         """Return a clause on how this process differs from the process that trained a place.
 
         Such a difference, for example in the version of torch, may explain another digest. If there
-        is none, the clause names other causes.
+        is none, return "".
         """
         start = self.starts.get(place)
         facts = about((), (), []) | {"ranks": str(self._ranks)}
@@ -293,7 +294,7 @@ class ReplayLog:
         return (
             f"; the record was made with {', '.join(unlike)}: use the same environment as then"
             if unlike
-            else "; the data or code may have changed since, or the record or an input may be wrong"
+            else ""
         )
 
     def summary(self) -> str:
