@@ -29,8 +29,8 @@ def build(
 
     :param name: name of an algorithm in `BUILDERS`, or "module:function" for a custom one
     :param local: local step, or its name; None: the default local step of the algorithm
-    :param options: options of the algorithm. If ``local`` is a name, options that the algorithm
-        does not have are passed to the local step; `NO_LOCAL_STEP` ignores them
+    :param options: options of the algorithm. Options that it does not have are passed to the local
+        step, unless ``local`` is an object; `NO_LOCAL_STEP` ignores them
     :param decayed: number of columns that take weight decay
     :param graph: graph over the nodes; None: options that are computed from the graph or from other
         options keep the defaults of the algorithm's function

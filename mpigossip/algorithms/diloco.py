@@ -1,4 +1,4 @@
-"""DiLoCo and similar algorithms: local steps, then an outer step at each exchange."""
+"""DiLoCo and similar algorithms, whose outer step follows an exchange; and SPARTA, without one."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -28,6 +28,9 @@ class EditDetector:
     Edits through `.data` do not. They are detected by comparing all values with those that were
     sent, in the first `FIRST` exchanges and in every `EVERY`-th later one. Edits that a program
     makes in each step are therefore detected in its first steps, and most steps compare no values.
+
+    The detector is also used between two steps of an algorithm that overwrites the parameters with
+    a model in its state.
     """
 
     def __init__(self) -> None:

@@ -552,9 +552,9 @@ class Gossip(torch.optim.Optimizer):
             again for the averaged model, before they are averaged themselves: tensors, pairs
             (inputs, targets), mappings whose entries are passed by name if ``forward`` has
             parameters of these names, or objects with a method ``to(device)``, such as graphs
-        :raises JobError: if ``recalibrate`` is given and the module has no BatchNorm with running
-            statistics; on all ranks, if the batches of a rank are empty, or if the modules of the
-            ranks differ in layout
+        :raises JobError: inside another averaged() or an asynchronous pause; if ``recalibrate`` is
+            given and the module has no BatchNorm with running statistics; on all ranks, if the
+            batches of a rank are empty, or if the modules of the ranks differ in layout
         """
         self._ready_engine()
         other = None if twin is None or twin is self._given else arguments.one_module(twin, "twin")

@@ -223,7 +223,7 @@ class SavedRank(NamedTuple):
     """Kept objects, which the program has passed to `keep()`, as JSON by name."""
 
     def digests(self) -> dict[str, str]:
-        """Return a digest of each kept object."""
+        """Return a digest of each kept object, by the name of the object."""
         digests = {}
         for name, saved in self.kept.items():
             sha = hashlib.sha256(json.dumps(saved).encode())

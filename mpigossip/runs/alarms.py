@@ -37,7 +37,7 @@ class Straggler:
         self._warned: set[int] = set()
 
     def see(self, first: int, rows: Rows) -> list[str]:
-        """Return a warning for each node that has now been slow for long enough, once per time.
+        """Return a warning for each node that was slow for long enough and is not reported yet.
 
         :param first: number of the first step in ``rows``
         :param rows: columns of the log for these steps

@@ -53,7 +53,7 @@ class Node(Protocol):
 
     @property
     def assembly(self) -> Any:
-        """The parts of the job (model, data, graph), which hooks get at the start."""
+        """The parts of the job (model, data, graph), or a custom loop's node, for hooks."""
 
     @property
     def shift(self) -> int:

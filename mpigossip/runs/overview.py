@@ -145,7 +145,7 @@ def _graph(graph: Graph) -> str:
 
 
 def _exchange(engine: Engine, graph: Graph, node: NodeSection, world: World) -> str:
-    """Return a text on the transports by which the first local node reaches its neighbours."""
+    """Return a text on the transports by which the first local node receives messages."""
     receiver = engine.mixer.local_nodes[0]
     wire = node.wire
     over = "" if wire == "fp32" else f", {wire} on the wire"

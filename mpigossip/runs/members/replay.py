@@ -365,6 +365,7 @@ def repeat(script: ReplayLog, wanted: Iterable[Version], member: Any) -> str:
     :param wanted: rounds to repeat
     :param member: `Member` that trains them
     :raises ReplayMismatch: if a model differs from its record
+    :raises StoreError: if a record that is needed is missing or unusable
     """
     for version in script.repeating(wanted):
         script.check(version, repeat_round(script, version, member))
