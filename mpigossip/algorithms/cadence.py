@@ -447,8 +447,8 @@ def qsr(
 
     The first period has H₀ steps. A period in which the learning rate rises ends after H₀ steps, or
     with the next step if it is longer already. H is therefore not long in a warm-up, which begins
-    at low rates, and becomes H₀ again if a schedule restarts. The paper keeps the H of the largest rate during a warm-up instead; both are H₀ if α²
-    ≤ H₀ η² at the largest rate η.
+    at low rates, and becomes H₀ again if a schedule restarts. The paper keeps the H of the largest
+    rate during a warm-up instead; both are H₀ if α² ≤ H₀ η² at the largest rate η.
 
     (α/η)² is rounded down after a relative increase by 1e-9, so that α = 0.3 and η = 0.1 give 9.
 
