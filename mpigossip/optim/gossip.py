@@ -314,12 +314,11 @@ class Gossip(torch.optim.Optimizer):
         6. `WholeExchange.receive`, after the message has been sent. The ``receive`` of the
            algorithm replaces x by the average of the messages of this node and its in-neighbours.
 
-        An algorithm that is ahead has already sent x at the end of the previous step, unless there
-        was none, overlap is "never" or the mixer is asynchronous, and takes its local step in
-        ``receive``.
-        A LOCAL step calls the algorithm's ``local_update``, if it has one, which adapts x in place.
-        With fragments, engine/fragments.py replaces engine/whole.py. Finally, publish() copies x to
-        the parameters that are not views of it, such as 16-bit parameters.
+        An algorithm that is ahead takes its local step in ``receive``. It has already sent x at the
+        end of the previous step, unless there was none, overlap is "never" or the mixer is
+        asynchronous. A LOCAL step calls the algorithm's ``local_update``, if it has one, which
+        adapts x in place. With fragments, engine/fragments.py replaces engine/whole.py. Finally,
+        publish() copies x to the parameters that are not views of it, such as 16-bit parameters.
         """
         self._begin_step()
         lr, skipped = self._take_gradients()
@@ -645,7 +644,10 @@ class Gossip(torch.optim.Optimizer):
         return self._required_run("stopping").stopping
 
     def handle_signals(self) -> None:
-        """Install the signal handlers again, after other code has replaced them."""
+        """Install the signal handlers again, after other code has replaced them.
+
+        :raises JobError: if there is no run directory
+        """
         self._required_run("handle_signals").stopper.listen()
 
     def exit(self) -> NoReturn:
@@ -666,6 +668,7 @@ class Gossip(torch.optim.Optimizer):
 
         :param save: function that saves the state of the program; None: nothing to save
         :param arguments: arguments of ``save``
+        :raises JobError: if there is no run directory
         """
         if self.stopping:
             if save is not None:

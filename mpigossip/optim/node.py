@@ -235,7 +235,12 @@ class LoopNode:
         self.engine.restore_counters(numbers)
 
     def lay_out(self) -> None:
-        """Create the engine, and the flat parameters of the model as it is now; collective."""
+        """Create the engine, and the flat parameters of the model as it is now; collective.
+
+        :raises JobError: if DDP or FSDP was applied to the model in a way that Gossip does not
+            support, if the layouts of the ranks differ, or if trained parameters were added after
+            Gossip was created
+        """
         wrappers.check_late(self.model, self.world)
         facts = self._facts
         self._facts = initial_sync.layout(self.model)
