@@ -346,6 +346,8 @@ def sparta(local: Local) -> Algorithm:
     "shared-k" selects, which are the same on all nodes, are replaced by their average: over all
     nodes with the cadence "global", over neighbours with "always". ``node.density``, the fraction
     of the elements, is 0.001 to 0.01 in EXO Gym.
+
+    :param local: local step
     """
 
     def send(x, g, state, out, step: Step):

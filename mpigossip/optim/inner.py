@@ -167,7 +167,13 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Reject the group, because it is unknown which part should get it."""
+        """Raise JobError after the creation, because it is unknown which part should get the group.
+
+        The constructor of torch's class calls this method, too, and adds the groups of the parts.
+
+        :param param_group: the group, as in torch
+        :raises JobError: after the creation
+        """
         if self._parts:
             raise JobError(
                 "add_param_group: Gossip has several optimizers, and it is unknown which of them "

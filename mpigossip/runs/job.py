@@ -310,6 +310,9 @@ def _summary_of(folder: Path, world: World) -> dict[str, Any] | None:
     """Return the summary of a finished run from its log, and print it again.
 
     Return None if the log has no summary of a finished run, as after a kill before the summary.
+    Collective.
+
+    :raises JobError: on all ranks, if the log can't be read
     """
     summary = None
     with world.raise_together(StoreError):

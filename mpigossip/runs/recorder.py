@@ -104,6 +104,8 @@ class Recorder(Hook):
         """Return the virtual clock of the job, or None if `clock.network` is "none"; collective.
 
         If the run was resumed, the clock starts at the last virtual time in its log.
+
+        :raises JobError: on all ranks, if the log can't be read or the clock can't be created
         """
         if progress.job.clock.network == OFF:
             return None

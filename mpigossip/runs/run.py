@@ -468,7 +468,14 @@ class Run:
             self.state = State.ENDED
 
     def finish(self) -> None:
-        """Save the last step, unless it is saved already, and write the summary; collective."""
+        """Save the last step, unless it is saved already, and write the summary; collective.
+
+        If the run has not begun or has ended, nothing is done.
+
+        :raises JobError: if synchronous nodes have made different numbers of steps. Files that
+            can't be written raise it, too, unless a setting `on_error` is "continue"
+        :raises NonFiniteError: if the state has infinite or NaN values
+        """
         if not self.is_open:
             return
         node = self.node

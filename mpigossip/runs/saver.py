@@ -204,7 +204,10 @@ class Saver:
 
 
 def _write(folder: Path, states: Sequence[tuple[int, NodeState]]) -> list[Entry]:
-    """Write the states of nodes, unless one has infinite or NaN values; return their entries."""
+    """Write the states of nodes, and return their entries.
+
+    :raises NonFiniteError: before one is written, if a state has infinite or NaN values
+    """
     for node, state in states:
         if problem := state.not_finite():
             raise NonFiniteError(f"node {node} has {problem}")
