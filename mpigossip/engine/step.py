@@ -243,7 +243,10 @@ class Engine:
 
     @property
     def measuring(self) -> bool:
-        """True if this step measures distances, as every ``measure_every``-th step from 0 does."""
+        """True if the record of this step needs distances: every ``measure_every``-th step from 0 on.
+
+        If ``measure_every`` is 0, it is always False.
+        """
         return bool(self.measure_every) and self.index % self.measure_every == 0
 
     def measure(self, sent: Sequence, mixed: Sequence, kind: ExchangeKind) -> None:

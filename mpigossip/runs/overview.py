@@ -113,11 +113,11 @@ def _gossips(engine: Engine) -> bool:
 
 
 def _graph(graph: Graph) -> str:
-    """Describe a graph in a line: degree, period, and how fast nodes reach their average.
+    """Describe a graph in a line: degree, period, and mostly how fast nodes reach their average.
 
     The speed is the number of rounds to the exact average; if rounds never compute it, the speed is
-    the spectral gap. If columns of W(t) do not sum to one, the line says that the mean over nodes
-    drifts.
+    the spectral gap. It is left out for large graphs and for "ceca". If columns of W(t) do not sum
+    to one, the line says that the mean over nodes drifts.
     """
     if graph.n == 1:
         return "one node: nothing to average"
