@@ -243,7 +243,7 @@ class Engine:
 
     @property
     def measuring(self) -> bool:
-        """True if the record of this step needs distances: every ``measure_every``-th step from 0 on.
+        """True if the record of this step needs distances: every ``measure_every``-th step, from 0.
 
         If ``measure_every`` is 0, it is always False.
         """
