@@ -218,8 +218,8 @@ def every(
     mixed + (1 − γ) · x, with γ = ``algorithm.blend`` and with the local steps made meanwhile in x.
 
     If ``period`` is "auto", which only members can use (`mpigossip join`), the H of each member
-    follows its speed, so that the rounds of all members take equally long. The slowest member makes
-    ``shortest`` steps; the others make a multiple of it.
+    follows its speed up to ``longest``, so that the rounds of members take similar times. The
+    slowest member makes ``shortest`` steps; the others make a multiple of it.
 
     :param period: H in steps, or a list of H_i for each node; "auto": H of members follows speed
     :param fragments: P, number of fragments of equal size, or a list with the modules of each

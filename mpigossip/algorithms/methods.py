@@ -36,7 +36,7 @@ class Known(NamedTuple):
 
 
 def _consensus_step_of_wire(known: Known) -> float | None:
-    """Return the ``consensus_step`` of CHOCO for the wire "random-k"; None for other wires."""
+    """Return the ``consensus_step`` of CHOCO for the wire "random-k"; None otherwise."""
     node = known.node
     return min(0.5, node.density) if node and node.wire == "random-k" else None
 

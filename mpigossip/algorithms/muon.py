@@ -27,7 +27,7 @@ def muon(
 ) -> Local:
     """Step by Muon (Jordan et al. 2024) for hidden matrices, and by AdamW for other parameters.
 
-    `torch.optim.Muon` updates all matrices that are not embeddings:
+    `torch.optim.Muon` updates the matrices that are neither embeddings nor in ``adamw_for``:
 
     B ← β B + (1 − β) g;  x ← (1 − lr λ) x − lr s O(g + β (B − g)).
 
@@ -47,7 +47,8 @@ def muon(
     :param beta1: β₁ of AdamW
     :param beta2: β₂ of AdamW
     :param eps: ε of AdamW
-    :raises JobError: if a pattern in ``adamw_for`` matches no matrix, or no matrix is left for Muon
+    :raises JobError: if a pattern in ``adamw_for`` matches no matrix except embeddings, or no
+        matrix is left for Muon
     """
     if layout is None:
         return Local(zeros(Moments), _unknown, whole=True)
@@ -114,7 +115,7 @@ def _hidden(layout: Any, adamw_for: Sequence[str]) -> list[int]:
     :param layout: parameter layout
     :param adamw_for: patterns of names of matrices that AdamW updates
     :raises JobError: if there are no such parameters, or a pattern in ``adamw_for`` matches no
-        matrix
+        matrix except embeddings
     """
     matrices = [
         name

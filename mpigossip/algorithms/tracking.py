@@ -100,6 +100,8 @@ def dsgt(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
 def momentum_tracking(local: Local, *, beta: Decay = 0.9, style: Literal["atc", "awc"] = "awc"):
     """Track the mean momentum of all nodes (Takezawa et al., TMLR 2023).
 
+    The style "awc" computes
+
     u⁺ = β u + g;  y ← Σ_j W_ij y_j + u⁺ − u;  x ← Σ_j W_ij x_j − lr · y.
 
     u is the momentum of the node, and y the tracker of the mean momentum; both start as 0. The

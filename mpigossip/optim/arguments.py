@@ -106,7 +106,7 @@ def check_overlap(overlap: Any) -> None:
 
 
 def check_callback(job: Job, on_change: object) -> None:
-    """Raise JobError unless ``survive=True`` and a callable ``on_change`` are given together."""
+    """Raise JobError if only one of ``survive=True`` and a callable ``on_change`` is given."""
     if job.run.survive and not callable(on_change):
         raise JobError(
             f"survive = True needs a function as on_change, not {on_change!r}: after a rank "

@@ -481,16 +481,17 @@ class Gossip(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this node's ``state_dict``, to continue with the next step; call it on all nodes.
 
-        With a synchronous mixer, equal gradients then lead to steps that are bitwise identical to
-        the steps of the program that saved the state. If the state belongs to another node, the
-        next step reports this once, or raises JobError if the algorithm needs each node's own state
-        or ranks have shards.
+        After a result of :meth:`state_dict`, with a synchronous mixer, equal gradients lead to
+        steps that are bitwise identical to the steps of the program that saved the state. If the
+        state belongs to another node, the next step reports this once, or raises JobError if the
+        algorithm needs each node's own state or ranks have shards.
 
         :param state_dict: result of :meth:`state_dict`, or of the inner optimizer's method of this
             name, which does not contain a model
         :raises JobError: if the entry "gossip" belongs to another model; and in the same cases as
             :meth:`state_dict`
         :raises StoreError: if the state belongs to another inner optimizer
+        :raises ValueError: as in torch, if the parameter groups have other sizes
         """
         self._node.check_not_paused("load_state_dict()")
         check_default_device("load_state_dict()")

@@ -40,7 +40,8 @@ def local_step_from_optimizers(
 
     Its ``adapt`` copies x to ``out``, which is the outbox or x itself. Then the optimizer steps
     while its parameters are views of ``out``, so that x is not changed and the result need not be
-    copied to the outbox. The optimizer keeps its own state, such as momentum.
+    copied to the outbox. For rows that the step skips, the result is x. The optimizer keeps its own
+    state, such as momentum.
 
     The step is ``raw``: if the algorithm does not pass g, because no other function reads it, the
     optimizer takes the gradients from the ``.grad`` of the parameters.

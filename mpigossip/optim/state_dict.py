@@ -70,6 +70,7 @@ def load(
     :returns: messages to report about settings
     :raises JobError: if the entry does not belong to this model
     :raises StoreError: if the state belongs to another optimizer
+    :raises ValueError: as in torch, if the parameter groups have other sizes
     """
     if entry is not None:
         _check(entry, flat)

@@ -37,7 +37,9 @@ class Straggler:
         self._warned: set[int] = set()
 
     def see(self, first: int, rows: Rows) -> list[str]:
-        """Return a warning for each node that was slow for long enough and is not reported yet.
+        """Return a warning for each node that has been slow for long enough.
+
+        A node is reported once, and again only if it was not slow in the rows of a call in between.
 
         :param first: number of the first step in ``rows``
         :param rows: columns of the log for these steps

@@ -182,9 +182,10 @@ def _listed(nodes: list[int]) -> str:
 
 
 def _traffic(engine: Engine, graph: Graph, world: World) -> str:
-    """Return a text on the bytes that a node sends per exchange, and that an all-reduce would send.
+    """Return a text on the bytes that a node sends per exchange; "none" if there is one node.
 
-    The former is a mean over the rounds of a period of the graph, but over `ROUNDS` rounds at most.
+    They are a mean over the rounds of a period of the graph, but over `ROUNDS` rounds at most. If
+    the method has exchanges with neighbours, the bytes that an all-reduce would send are added.
     """
     n = graph.n
     method = engine.method
@@ -216,7 +217,7 @@ def _traffic(engine: Engine, graph: Graph, world: World) -> str:
 
 
 def _state(engine: Engine, graph: Graph) -> str:
-    """Return a text on the bytes that a node sends to average arrays of the local step.
+    """Return a text on the bytes that the first rank of a node sends to average local arrays.
 
     If no array is averaged, return "".
     """

@@ -321,9 +321,9 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
     """Set each local node to the average of saved or surviving nodes; return messages for the user.
 
     If the state of the algorithm consists only of means of gradients (see `AVERAGED`) that ``mean``
-    contains, it is set to its average. The saved state of the cadence is then restored, if it has
-    the same names and a step was made since it was initialized. Otherwise, both are reset. In any
-    case, the graph starts again at round 0.
+    contains, it is set to its average; otherwise, it is reset, and so is the state of the cadence.
+    In the former case, the saved state of the cadence is restored, if it has the same names and a
+    step was made since it was initialized. The graph starts again at round 0.
 
     :param node: the local nodes
     :param mean: averaged arrays by name, and the numbers "bytes_sent" and, unless the checkpoint

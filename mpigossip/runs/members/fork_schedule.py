@@ -62,8 +62,8 @@ def rescaled_turns(
     """Distribute the steps of recorded rounds over rounds with another number of steps.
 
     Each place trains its own recorded steps in their order. A new round takes new/old times as long
-    as the recorded rounds with the same steps. If the last steps of a place are too few for a
-    round, they become a chunk without a turn.
+    as the recorded rounds with the same steps. The last steps of each place, if they are too few
+    for a round, are joined to chunks without a turn.
 
     :param rounds: the recorded rounds, by version
     :param began: for each place, the time at which its first round in ``rounds`` began, in units of

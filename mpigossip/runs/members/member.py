@@ -308,7 +308,8 @@ def steps_of_round(assembly: Assembly) -> int:
 def average(states: Sequence[NodeState]) -> NodeState:
     """Return the mean of ``states``, which are summed in their order.
 
-    Arrays of integers are taken from the first model. Arrays that some model lacks are left out.
+    Counters and arrays of integers are taken from the first model. Arrays that some model lacks are
+    left out.
 
     :param states: models with equal parameter layouts, at least one
     """

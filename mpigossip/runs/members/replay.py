@@ -441,7 +441,8 @@ def training_in(disk: RecordStore, job: Job | None) -> Job:
     :param disk: the folder
     :param job: your own copy of the job; None: code that the job in the folder names is not
         imported
-    :raises JobError: if the folder holds no training of a job, another job, or a fork
+    :raises JobError: if the folder holds no training of a job, another job, or a fork, or if its
+        job names code that ``job`` does not name
     """
     if disk.exists(FORK):
         raise JobError(
