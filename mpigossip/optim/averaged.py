@@ -32,9 +32,9 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
     :param twin: module that is averaged instead of the model; None: the model
     :param batches: batches of this node; one pass of the averaged parameters over them computes the
         statistics of BatchNorm again, which are then averaged; None: average the present statistics
-    :raises JobError: if ``batches`` is given and the module has no BatchNorm with running
-        statistics; on all ranks, if the batches of a rank are empty, or if the modules of the ranks
-        differ in layout
+    :raises JobError: inside another averaged() or an asynchronous pause; if ``batches`` is given
+        and the module has no BatchNorm with running statistics; on all ranks, if the batches of a
+        rank are empty, or if the modules of the ranks differ in layout
     """
     module = node.model if twin is None else twin
     if batches is not None and not norms(module):

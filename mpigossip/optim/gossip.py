@@ -277,7 +277,8 @@ class Gossip(torch.optim.Optimizer):
         :raises WaitTimeoutError: if a neighbour does not answer within ``timeout_s`` seconds
         :raises NonFiniteError: if this node would send NaN or infinite values
         :raises JobError: if ranks differ in layout or calls; if the gradients of the step before
-            were not cleared, or parameters were changed while they were in flight; if this Gossip
+            were not cleared, or parameters were changed while they were in flight; inside
+            :meth:`averaged`, or inside :meth:`paused` if the node is asynchronous; if this Gossip
             is closed; or in a fork of the process that opened the world
         """
         check_process()
@@ -565,6 +566,9 @@ class Gossip(torch.optim.Optimizer):
         """Return the consensus distance (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²; collective.
 
         The result is NaN if a rank fails during the call and the others survive.
+
+        :raises JobError: inside :meth:`averaged`, or inside :meth:`paused` if the node is
+            asynchronous
         """
         self._ready_engine()
         return distance(self._node)
@@ -572,7 +576,7 @@ class Gossip(torch.optim.Optimizer):
     # -- the run directory -----------------------------------------------------------------------
 
     def log(self, *step_and_metrics: int | Mapping[str, Any], **figures: Any) -> None:
-        """Add metrics of this node's step to the log; a step is written when the next one begins.
+        """Add metrics of this node's step to the log; the next step or :meth:`save` closes the step.
 
         :param step_and_metrics: number of the step, counted from 0, and dicts of metrics; without a
             number, the metrics belong to the last step, or to the next step if there is none yet
@@ -607,7 +611,8 @@ class Gossip(torch.optim.Optimizer):
         """Write a checkpoint of the current step in the background; collective.
 
         :raises JobError: if there is no run directory, or if it has a checkpoint from which the
-            program has not resumed
+            program has not resumed; inside :meth:`averaged`, or inside :meth:`paused` if the node
+            is asynchronous
         """
         run = self._required_run("save")
         self._ready_engine()

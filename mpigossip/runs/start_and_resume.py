@@ -50,8 +50,8 @@ def train(job: Job, world: World, n: int | None = None) -> dict[str, Any]:
     :param world: ranks of the run
     :param n: number of nodes; None: the number of nodes that the ranks of ``world`` form
     :return: the summary on rank 0, elsewhere {}
-    :raises JobError: if the job has user errors, or if its run directory contains a run of another
-        job or with another number of nodes
+    :raises UserError: if the job has user errors, if its run directory contains a run of another
+        job or with another number of nodes, or if the checkpoint is damaged
     """
     if message := period_problem(job):
         raise JobError(message)
