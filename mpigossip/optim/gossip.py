@@ -576,7 +576,7 @@ class Gossip(torch.optim.Optimizer):
     # -- the run directory -----------------------------------------------------------------------
 
     def log(self, *step_and_metrics: int | Mapping[str, Any], **figures: Any) -> None:
-        """Add metrics of this node's step to the log; the next step or :meth:`save` closes the step.
+        """Add metrics of this node's step to the log, until the next step or :meth:`save` ends it.
 
         :param step_and_metrics: number of the step, counted from 0, and dicts of metrics; without a
             number, the metrics belong to the last step, or to the next step if there is none yet
