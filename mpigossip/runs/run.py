@@ -71,8 +71,8 @@ class State(Enum):
 class Run:
     """One attempt at a run, which writes the run directory: log, checkpoints and summary.
 
-    It starts at step 0 or at a checkpoint. The record of the last step is kept until
-    :meth:`close_step`, so that a program can add metrics to it.
+    The record of the last step is kept until :meth:`close_step`, so that a program can add metrics
+    to it.
 
     Synchronous nodes write the log after equal numbers of steps. Asynchronous nodes write it in a
     collective call, which each of them makes after ``log.flush_steps`` of its own steps; they

@@ -1,8 +1,8 @@
 """State of a node as named arrays and numbers: snapshots in memory, and restoring from checkpoints.
 
-If the run has the same number of nodes and slots and the same method as the checkpoint, each node
-gets its saved state, and the run resumes exactly. Otherwise, all nodes begin with the exact average
-of the saved nodes.
+If the run has the same number of nodes and the same method as the checkpoint, and
+`Node.resumes_exactly` is true, each node gets its saved state. Otherwise, all nodes begin with the
+exact average of the saved nodes.
 """
 
 import tomllib
