@@ -1,7 +1,7 @@
 """Algorithms by name: `build` builds an algorithm from the section `[algorithm]` of a job.
 
 `BUILDERS` lists the names of algorithms, and `LOCALS` the names of local steps. Importing this
-package does not import torch; the first use of any other name in `__all__` does.
+package does not import torch; the first use of a name in `_HOMES` does.
 """
 
 from importlib import import_module

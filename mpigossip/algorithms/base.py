@@ -35,7 +35,7 @@ NEEDS = (
 
 
 class Step(NamedTuple):
-    """Description of a step as plain values, which is passed to ``send`` and ``receive``."""
+    """Description of a step as plain values, which is passed to the functions of an algorithm."""
 
     index: int  # type: ignore[assignment]
     """Number of steps since ``init``, counted from 0; it restarts after a reset."""
@@ -44,11 +44,12 @@ class Step(NamedTuple):
     kind: ExchangeKind
     """GOSSIP or GLOBAL; LOCAL if nothing is exchanged."""
     lr: float | None
-    """Learning rate, > 0; None if the message is sent ahead, before the gradient exists."""
+    """Learning rate; None if the message is sent ahead, before the gradient exists."""
     skipped: tuple[int, ...] = ()
-    """Rows (local nodes) whose gradient overflowed in float16, so that ``g`` is zero there. These
-    rows take no local step and keep their state of it unchanged, but take part in the round. Only
-    ``skipped`` and ``counts`` may differ between nodes.
+    """Rows (local nodes) that take no local step: their gradient overflowed in float16, or they are
+    idle by the cadence, or they wait. ``g`` is zero there. These rows keep the state of the local
+    step unchanged, but take part in the round. With a synchronous mixer, only ``skipped`` and
+    ``counts`` may differ between nodes.
     """
     counts: tuple[int, ...] = ()
     """Number of local steps that each row has taken since ``init``; empty: ``index``."""
@@ -63,12 +64,13 @@ class Algorithm(NamedTuple):
 
     There is one row for each local node, with its p parameters.
 
-    ``x`` is the point at which the gradient is taken. ``g`` is the gradient with weight decay
-    added; functions may overwrite it. ``out`` is the message to send, ``sent`` the message as other
-    nodes decode it, and ``mixed`` the weighted average of the messages of the node and its
-    in-neighbours. Each of the three consists of ``vectors`` arrays of the shape of ``x``, followed
-    by ``scalars`` arrays of shape (rows, 1) in float64. The state is a NamedTuple, possibly nested,
-    of arrays of the shape of ``x`` or (rows, 1). Functions work in place and return the state.
+    ``x`` is the point at which the gradient is taken. ``g`` is the gradient, to which weight decay
+    has been added unless the local step adds it; functions may overwrite it. ``out`` is the message
+    to send, ``sent`` the message as other nodes decode it, and ``mixed`` the weighted sum of the
+    messages of the node and its in-neighbours. Each of these messages consists of ``vectors``
+    arrays of the shape of ``x``, followed by ``scalars`` arrays of shape (rows, 1) in float64. The
+    state is a NamedTuple, possibly nested, of arrays of the shape of ``x`` or (rows, 1). Functions
+    work in place and return the state.
     """
 
     init: Callable[..., Any]
@@ -119,15 +121,16 @@ class Algorithm(NamedTuple):
     On graph and cadence: "phases" (the cadence is "halves", and the graph is exact after one
     period).
 
-    On the wire: "exact-wire" (only fp32 is possible), "own-wire" (any wire, because the algorithm
-    itself sends differences), "shared-wire" (all nodes omit the same elements).
+    On the wire: "exact-wire" (only fp32 is possible), "own-wire" (a lossy wire needs no wrapper,
+    because the algorithm itself takes its loss into account), "shared-wire" (all nodes omit the
+    same elements).
 
     On `cadence.delay`: "keeps-x" (x is complete as soon as a GLOBAL round is sent).
     """
 
     @property
     def always_global(self) -> bool:
-        """Return whether each exchange is an average over all nodes, so that no graph is used."""
+        """True if each exchange is an average over all nodes, so that no graph is used."""
         return "always-global" in self.needs
 
 

@@ -29,17 +29,17 @@ def build(
 
     :param name: name of an algorithm in `BUILDERS`, or "module:function" for a custom one
     :param local: local step, or its name; None: the default local step of the algorithm
-    :param options: options of the algorithm. If ``local`` is a name, options that the algorithm
-        does not have are passed to the local step; `NO_LOCAL_STEP` ignores them
+    :param options: options of the algorithm. Options that it does not have are passed to the local
+        step, unless ``local`` is an object; `NO_LOCAL_STEP` ignores them
     :param decayed: number of columns that take weight decay
-    :param graph: graph over the nodes; None: options that depend on the graph keep defaults that
-        are safe for every graph
+    :param graph: graph over the nodes; None: options that are computed from the graph or from other
+        options keep the defaults of the algorithm's function
     :param local_options: further options of the local step
     :param node: section `[node]` of the job, for options that depend on the wire; None: they keep
         their defaults
-    :param layout: parameter layout, for a local step that takes whole parameters
-    :raises JobError: if an option is unknown, if the function of a custom algorithm can't be
-        imported or fails, or if the algorithm has an unknown condition in ``needs``
+    :param layout: parameter layout, for a local step that takes whole parameters; None: unknown
+    :raises JobError: if an option is unknown; if the function of the algorithm can't be imported,
+        fails, or returns no Algorithm; or if the algorithm has an unknown condition in ``needs``
     """
     form = "(local, *, option=…) that returns an Algorithm"
     spec = (
@@ -89,14 +89,16 @@ def _build_local(name: str, decayed: int, layout: Any, options: Mapping[str, Any
 
 
 def over_wire(method: Algorithm, *, biased: bool, meets: bool = False) -> Algorithm:
-    """Return ``method`` for a lossy wire: it sends differences, or corrects by error feedback.
+    """Return ``method`` with the wrapper that it needs for a lossy wire.
 
-    An algorithm that itself sends differences ("own-wire") is returned unchanged, and so is an
-    algorithm with global averages only, if the wire is unbiased.
+    An algorithm with global averages only gets error feedback if the wire is biased, and is
+    returned unchanged otherwise. An algorithm that needs no wrapper ("own-wire") is returned
+    unchanged, too. All others get :func:`~mpigossip.algorithms.compressed.difference`.
 
     :param method: algorithm
     :param biased: whether the wire is biased
-    :param meets: whether the cadence has GLOBAL rounds, which are then sent as differences, too
+    :param meets: whether the cadence has GLOBAL rounds, in which an algorithm with one vector then
+        sends the difference to the last global average
     """
     if "own-wire" in method.needs:
         return method

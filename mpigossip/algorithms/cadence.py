@@ -51,12 +51,12 @@ class FragmentSchedule(NamedTuple):
 
     @property
     def setting(self) -> str:
-        """Return the value of `cadence.fragments` as text."""
+        """Value of `cadence.fragments` as text."""
         return f"[{', '.join(map(repr, self.modules))}]" if self.modules else str(self.fragments)
 
     @property
     def is_whole_model(self) -> bool:
-        """Return whether the whole model is sent at once and received in the same step."""
+        """True if the whole model is sent at once and received in the same step."""
         return self.fragments == 1 and not self.delay
 
     def due(self, index: int) -> int | None:
@@ -78,7 +78,7 @@ class FragmentSchedule(NamedTuple):
 
 
 class Cadence(NamedTuple):
-    """Rule that decides what each step exchanges, with the same result on all nodes.
+    """Rule that decides what each step exchanges, with the same result on nodes of equal state.
 
     The state is a NamedTuple of plain numbers. It is written to checkpoints by field name.
     """
@@ -88,8 +88,9 @@ class Cadence(NamedTuple):
     kind: Callable[[Any, int], ExchangeKind]
     """Function (state, steps since the start) -> `ExchangeKind` of the next step."""
     observe: Callable[..., Any]
-    """Function (state, step, measured) -> state that is called once per step. The dict ``measured``
-    holds the values of ``measures`` and is equal on all nodes.
+    """Function (state, step, measured) -> state that is called once per step. In a GLOBAL step, the
+    dict ``measured`` holds the values of ``measures``, which are equal on all nodes; in other steps
+    it is empty.
     """
     measures: frozenset = frozenset()
     """Measurements that ``observe`` needs at GLOBAL steps: "variance" (‖mixed − sent‖²), "loss"."""
@@ -106,7 +107,7 @@ class Cadence(NamedTuple):
 
     @property
     def is_adaptive(self) -> bool:
-        """Return whether the kind of a step depends on more than its number."""
+        """True if the kind of a step depends on more than its number."""
         return self.init is not NoState
 
     @property
@@ -217,8 +218,8 @@ def every(
     mixed + (1 − γ) · x, with γ = ``algorithm.blend`` and with the local steps made meanwhile in x.
 
     If ``period`` is "auto", which only members can use (`mpigossip join`), the H of each member
-    follows its speed, so that the rounds of all members take equally long. The slowest member makes
-    ``shortest`` steps; the others make a multiple of it.
+    follows its speed up to ``longest``, so that the rounds of members take similar times. The
+    slowest member makes ``shortest`` steps; the others make a multiple of it.
 
     :param period: H in steps, or a list of H_i for each node; "auto": H of members follows speed
     :param fragments: P, number of fragments of equal size, or a list with the modules of each
@@ -444,10 +445,10 @@ def qsr(
     step of a period exchanges, and so does the last step of the run. The learning rate is the same
     on all nodes, and so is H, without a message.
 
-    The first period has H₀ steps, and so has each period in which the learning rate rises. H is
-    therefore not long in a warm-up, which begins at low rates, and becomes H₀ again if a schedule
-    restarts. The paper keeps the H of the largest rate during a warm-up instead; both are H₀ if α²
-    ≤ H₀ η² at the largest rate η.
+    The first period has H₀ steps. A period in which the learning rate rises ends after H₀ steps, or
+    with the next step if it is longer already. H is therefore not long in a warm-up, which begins
+    at low rates, and becomes H₀ again if a schedule restarts. The paper keeps the H of the largest
+    rate during a warm-up instead; both are H₀ if α² ≤ H₀ η² at the largest rate η.
 
     (α/η)² is rounded down after a relative increase by 1e-9, so that α = 0.3 and η = 0.1 give 9.
 

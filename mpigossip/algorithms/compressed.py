@@ -1,6 +1,6 @@
 """Algorithms and wrappers for lossy wires, which compress messages.
 
-Differences and error feedback are wrappers of another algorithm; CHOCO-SGD is an algorithm.
+`difference`, `anchored` and `error_feedback` wrap another algorithm; `choco` is an algorithm.
 """
 
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ def difference(base: Algorithm) -> Algorithm:
 
     mixed = x½ + (Σ_j W_ij q_j − q_i).
 
-    Because W is doubly stochastic, the mean of x½ over all nodes stays exact. In a GLOBAL round,
-    the average of the q_j is used unchanged, so that the models of all nodes are bitwise identical.
+    If W is doubly stochastic, the mean of x½ over all nodes stays exact. In a GLOBAL round, the
+    average of the q_j is used unchanged, so that the models of all nodes are bitwise identical.
 
     x½ is copied when it is sent. If ``base`` is ahead, its ``send`` changes nothing and is called
     again instead of the copy. The copy is not part of the state, because no exchange is open when a

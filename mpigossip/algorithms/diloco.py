@@ -1,4 +1,4 @@
-"""DiLoCo and similar algorithms: local steps, then an outer step at each exchange."""
+"""DiLoCo and similar algorithms, whose outer step follows an exchange; and SPARTA, without one."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -131,9 +131,9 @@ def diloco(
         the average of the other nodes from the period before. No node waits for the new average,
         which may arrive ``cadence.delay`` steps later
     :param outer: optimizer that makes the outer step with the gradient Δ, instead of Nesterov's
-        momentum: ``{ name = "AdamW", lr = 0.1 }`` with a class of torch.optim that treats each
-        element by itself, and its options; None: Nesterov's momentum with α and β. torchft's DiLoCo
-        takes such an optimizer, too
+        momentum: ``{ name = "AdamW", lr = 0.1 }`` with a class of torch.optim, or "module:function"
+        for another optimizer, and its options. It has to treat each element by itself. None:
+        Nesterov's momentum with α and β. torchft's DiLoCo takes such an optimizer, too
     :param nodes: n, number of nodes, for ``eager``; None: the number of nodes of the graph, which
         the job inserts, or 1
     :raises JobError: if ``outer`` is combined with the options that it replaces, or can't be used
@@ -229,8 +229,9 @@ def noloco(local: Local, *, outer_lr: AboveZero = 0.7, outer_beta: Decay = 0.5) 
 
     m ← μ m + a ⟨x − φ⟩ + a (⟨φ⟩ − φ);  φ ← φ + m;  x ← φ.
 
-    Since ⟨x − φ⟩ + ⟨φ⟩ = ⟨x⟩, only x is sent, while the paper sends two vectors. The algorithm
-    needs the cadence "every".
+    Since ⟨x − φ⟩ + ⟨φ⟩ = ⟨x⟩, only x is sent, while the paper sends two vectors. There is one
+    neighbour with the default graph, "random-matching", and there are local steps in between with
+    the default cadence, "every". A cadence without GOSSIP steps makes no outer step.
 
     :param local: local step
     :param outer_lr: a, learning rate of the outer step
@@ -345,6 +346,8 @@ def sparta(local: Local) -> Algorithm:
     "shared-k" selects, which are the same on all nodes, are replaced by their average: over all
     nodes with the cadence "global", over neighbours with "always". ``node.density``, the fraction
     of the elements, is 0.001 to 0.01 in EXO Gym.
+
+    :param local: local step
     """
 
     def send(x, g, state, out, step: Step):

@@ -1,4 +1,4 @@
-"""Algorithms of the form "local step, then average": parallel SGD, D-PSGD, DmSGD and variants."""
+"""Algorithms that make a local step and average once: parallel SGD, D-PSGD, DmSGD and variants."""
 
 from functools import partial
 from typing import Literal

@@ -9,8 +9,7 @@ from mpigossip.algorithms.base import Decay, NoState, Step, init_from, no_state
 from mpigossip.config.limits import NotNegative, Positive
 
 BLOCK = 1 << 15
-"""Number of columns that a local step processes at once on a CPU, to keep temporary arrays small.
-"""
+"""Number of columns that `accumadam` processes at once on a CPU, to keep temporary arrays small."""
 
 
 class Local(NamedTuple):
@@ -18,9 +17,10 @@ class Local(NamedTuple):
 
     ``adapt(x, g, state, step, out) -> state`` writes the adapted model x½ to ``out``.
 
-    ``out`` may be x; otherwise x is not changed. For rows in ``step.skipped``, ``out`` becomes x.
-    The function may overwrite g. ``step.index`` is the number of local steps that the row itself
-    has taken, for the bias correction of Adam.
+    ``out`` may be x; otherwise x is not changed. The function may overwrite g. For rows in
+    ``step.skipped``, ``out`` becomes x and the state does not change. :func:`by_row` adds this to a
+    function that handles no such rows, and takes ``step.index`` as the number of local steps of
+    every row, for the bias correction of Adam.
 
     The result is x½ rather than the direction d = (x − x½)/lr, because x½ is exactly the model that
     a `torch.optim` optimizer computes. d would be rounded, and it is undefined at lr = 0, where
@@ -176,7 +176,7 @@ def adamw(
 
 
 class Accumulated(NamedTuple):
-    """Running means of g and g², and the mean gradient of the period so far, shaped like x."""
+    """Running means m of g and v of g², and s, the sum of g/A in the period so far, all like x."""
 
     first: torch.Tensor
     second: torch.Tensor

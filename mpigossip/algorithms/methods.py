@@ -36,7 +36,7 @@ class Known(NamedTuple):
 
 
 def _consensus_step_of_wire(known: Known) -> float | None:
-    """Return the ``consensus_step`` of CHOCO for the wire "random-k"; None for other wires."""
+    """Return the ``consensus_step`` of CHOCO for the wire "random-k"; None otherwise."""
     node = known.node
     return min(0.5, node.density) if node and node.wire == "random-k" else None
 
@@ -171,7 +171,8 @@ def same_state(name: str, other: str) -> bool:
 
     They do if both names stand for the same function, such as "dsgd" and "cpsgd". The states of
     other algorithms may have the same names and shapes, but a different meaning: the outer momentum
-    of "diloco" sums changes of the model, while "slowmo" sums changes divided by the rate.
+    of "diloco" sums changes of the model, while "slowmo" sums changes divided by the rate. For a
+    custom algorithm, the result is True only if the names are equal.
     """
     spec, other_spec = spec_of(BUILDERS, name), spec_of(BUILDERS, other)
     if spec is None or other_spec is None:
@@ -210,9 +211,9 @@ def momentum_of_gossip(graph: Graph, steps: int) -> float:
     Accelerated gossip computes z_{r+1} = (1 + η) W z_r − η z_{r−1}.
 
     The result is η = (1 − √(1−λ²))/(1 + √(1−λ²)), λ = max(|λ_2|, |λ_n|) (Liu & Morse 2011), if
-    ``steps`` steps with this η reduce disagreement more than plain gossip does. Otherwise, and for
-    graphs without :func:`real_eigenvalues`, the result is 0: acceleration starts with z_{−1} =
-    z_0, and within few steps it may even increase disagreement.
+    ``steps`` steps with this η reduce disagreement more than plain gossip does. Otherwise, the
+    result is 0: acceleration starts with z_{−1} = z_0, and within few steps it may even increase
+    disagreement. It is 0, too, for one node and for graphs without :func:`real_eigenvalues`.
     """
     values = real_eigenvalues(graph)
     if values is None or graph.n == 1:

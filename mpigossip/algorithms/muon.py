@@ -27,7 +27,7 @@ def muon(
 ) -> Local:
     """Step by Muon (Jordan et al. 2024) for hidden matrices, and by AdamW for other parameters.
 
-    `torch.optim.Muon` updates all matrices that are not embeddings:
+    `torch.optim.Muon` updates the matrices that are neither embeddings nor in ``adamw_for``:
 
     B ← β B + (1 − β) g;  x ← (1 − lr λ) x − lr s O(g + β (B − g)).
 
@@ -35,8 +35,8 @@ def muon(
     parameters. The state has the two arrays of AdamW; Muon keeps B in the first of them.
 
     :param decayed: number of columns, counted from the first, that take the decay λ
-    :param layout: parameter layout (`FlatParameters`); required for steps, because Muon takes whole
-        matrices
+    :param layout: parameter layout (`ParameterLayout`) of one slot, because Muon takes whole
+        matrices; None: the result makes a state, but raises ValueError in a step
     :param beta: β, factor of the momentum of Muon
     :param newton_schulz: number of Newton–Schulz iterations for O, in bfloat16
     :param adjust: rule for s. "match_rms_adamw": s = 0.2 √max(rows, columns), so that the same
@@ -47,7 +47,8 @@ def muon(
     :param beta1: β₁ of AdamW
     :param beta2: β₂ of AdamW
     :param eps: ε of AdamW
-    :raises JobError: if a pattern in ``adamw_for`` matches no matrix, or no matrix is left for Muon
+    :raises JobError: if a pattern in ``adamw_for`` matches no matrix except embeddings, or no
+        matrix is left for Muon
     """
     if layout is None:
         return Local(zeros(Moments), _unknown, whole=True)
@@ -111,8 +112,10 @@ def _unknown(*_: Any) -> Any:
 def _hidden(layout: Any, adamw_for: Sequence[str]) -> list[int]:
     """Return the indices of the parameters that Muon updates.
 
+    :param layout: parameter layout
+    :param adamw_for: patterns of names of matrices that AdamW updates
     :raises JobError: if there are no such parameters, or a pattern in ``adamw_for`` matches no
-        matrix
+        matrix except embeddings
     """
     matrices = [
         name

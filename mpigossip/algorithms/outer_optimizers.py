@@ -42,8 +42,8 @@ class OuterOptimizer:
 
         :param setting: "name", the name of a class in torch.optim or "module:function" of the
             user's code, which is called with a list of tensors; all other keys are its options
-        :raises JobError: if the optimizer can't be created with these options, or if it does not
-            treat each element by itself
+        :raises JobError: if the optimizer can't be created with these options or can't step, if it
+            does not treat each element by itself, or if arrays can't hold its whole state
         """
         self._make = _factory(setting)
         name = setting["name"]
@@ -142,7 +142,9 @@ class OuterOptimizer:
 def _factory(setting: Mapping[str, Any]) -> Callable[[list[torch.Tensor]], torch.optim.Optimizer]:
     """Return the function that creates an optimizer of a list of tensors.
 
-    :raises JobError: if the setting names no optimizer
+    :param setting: as in `OuterOptimizer`
+    :raises JobError: if the setting names no optimizer; the returned function also raises it if the
+        optimizer can't be created
     """
     options = {key: value for key, value in setting.items() if key != "name"}
     name = setting.get("name")
@@ -182,8 +184,9 @@ def _number_kind(value: Any) -> Callable[[torch.Tensor], Any] | None:
 def setting_of(outer: Any, parameters: Iterable[torch.Tensor]) -> dict[str, Any]:
     """Return the setting `algorithm.outer` of an optimizer that a program passes to `Gossip`.
 
-    :param outer: an optimizer of the model's parameters, whose settings are read now; a class or a
-        `functools.partial` of one; or the setting itself
+    :param outer: an optimizer of the model's parameters, whose settings are read now; the class of
+        an optimizer; a `functools.partial` of one with keyword arguments only; or the setting
+        itself, which is not checked here
     :param parameters: parameters of the model that are trained
     :raises JobError: if ``outer`` is of another type, if its parameter groups have different
         settings, if it lacks a trained parameter of the model, or if a learning-rate scheduler

@@ -32,8 +32,8 @@ def d2(local: Local, *, lazy: bool | None = None) -> Algorithm:
 
     :param local: local step
     :param lazy: True: W̄ = (I + W)/2, computed here as ½ (φ + Wφ); False: W̄ = W, which has to be
-        static and symmetric with eigenvalues above −1/3; None: in a job, W if the graph meets this,
-        otherwise (I + W)/2
+        static and symmetric with eigenvalues above −1/3; None: W if the graph is known and meets
+        this, otherwise (I + W)/2
     """
     damped = lazy in (None, True)
 
@@ -100,6 +100,8 @@ def dsgt(local: Local, *, style: Literal["atc", "awc"] = "atc") -> Algorithm:
 def momentum_tracking(local: Local, *, beta: Decay = 0.9, style: Literal["atc", "awc"] = "awc"):
     """Track the mean momentum of all nodes (Takezawa et al., TMLR 2023).
 
+    The style "awc" computes
+
     u⁺ = β u + g;  y ← Σ_j W_ij y_j + u⁺ − u;  x ← Σ_j W_ij x_j − lr · y.
 
     u is the momentum of the node, and y the tracker of the mean momentum; both start as 0. The
@@ -151,7 +153,7 @@ class Detag(NamedTuple):
     """State of DeTAG, as arrays shaped like x.
 
     These are the model x̃ and the tracker y, each with its value one step before. ``gathered`` is
-    the mean gradient g^k of the phase so far, and ``momentum`` is v^k.
+    g^k, the sum of the phase's gradients so far, divided by R, and ``momentum`` is v^k.
     """
 
     model: torch.Tensor
@@ -165,10 +167,11 @@ class Detag(NamedTuple):
 def _accelerated(z, before, mixed, eta: float, step: Step, first: bool):
     """Return (z_{r+1}, z_r) of accelerated gossip, z_{r+1} = (1 + η) W z_r − η z_{r−1}.
 
-    In the first step of a phase, z_{r−1} is z_r.
+    In the first step of a phase, z_{r−1} is z_r. A LOCAL step leaves both as they are, and a GLOBAL
+    step sets both to the average over all nodes.
 
     :param z: z_r, (rows, p)
-    :param before: z_{r−1}, (rows, p), which is overwritten in the first step of a phase
+    :param before: z_{r−1}, (rows, p), whose memory is overwritten
     :param mixed: W z_r, (rows, p)
     :param eta: η
     :param step: description of the step
@@ -208,7 +211,8 @@ def detag(local, *, phase: Positive = 2, eta: Share | None = None, beta: Decay =
     :param local: not used
     :param phase: R, number of steps of a phase
     :param eta: η, factor of the acceleration; None: (1 − √(1−λ²))/(1 + √(1−λ²)), λ = max(|λ_2|,
-        |λ_n|), computed from the graph, if the phase is long enough to profit from it, otherwise 0
+        |λ_n|), if the graph is static and symmetric, has at most 2048 nodes, and the phase is long
+        enough to profit from it, otherwise 0
     :param beta: β, factor of the momentum
     """
 

@@ -2,9 +2,9 @@
 
 A fragment is a set of columns of the flat parameters, whose rows are local nodes. For the mixer, a
 fragment is a whole message with fewer columns: they are gathered into a contiguous array before the
-exchange and scattered afterwards. Every mixer and wire can therefore be used. With P fragments of
-equal size, messages need 1/P of the memory; with fragments of named modules, they need the memory
-of the largest fragment.
+exchange and scattered afterwards. Mixers and wires therefore need no code for fragments. With P
+fragments of equal size, messages need about 1/P of the memory; with fragments of named modules,
+they need the memory of the largest fragment.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,9 @@ class Fragments(NamedTuple):
     width: int
     """Number of columns of a message, which is the number of columns of the largest fragment."""
     exchanges: Sequence[Algorithm]
-    """For each segment, the algorithm without its local step; it may keep x½ until it receives."""
+    """For each segment, the algorithm without its local step. Segments have separate ones, because
+    an algorithm for a lossy wire may keep the vectors that it sent until it receives.
+    """
     blend: Callable[[int], float]
     """Function (step of the engine) -> weight γ of x ← γ · received + (1 − γ) · x."""
 
@@ -69,7 +71,7 @@ class FragmentExchange:
         self.discard()
 
     def adapt(self, engine: Engine, now: Step) -> None:
-        """Make the local step, then apply the fragment that was sent τ steps before."""
+        """Make the local step, then apply the fragment that was sent τ steps before, if any."""
         engine.adapt(now._replace(kind=ExchangeKind.LOCAL))
         arriving = self.fragments.schedule.arriving(now.index)
         if arriving is not None:
@@ -141,7 +143,10 @@ class FragmentExchange:
             received.zero_()
 
     def parts(self, engine: Engine) -> dict[str, list[torch.Tensor]]:
-        """Receive a fragment in flight; return the received values that are not applied yet."""
+        """Receive a fragment in flight; with a delay, return the arrays of received values.
+
+        An array is shaped like x. It also holds values that have been applied already.
+        """
         self.wait(engine)
         if not self.fragments.schedule.delay:
             return {}

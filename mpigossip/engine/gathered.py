@@ -1,8 +1,8 @@
 """Mixer for nodes whose ranks all hold the whole model: each rank exchanges one shard of it.
 
 If the gradients are equal on all ranks of a node, as with DDP, each rank can update whole tensors
-with any optimizer. The model still crosses the network only once per node, and through all network
-cards of the node.
+with any optimizer. All ranks of a node together still send hardly more than a single rank would,
+and they can use all network cards of the node.
 """
 
 from collections.abc import Callable, Sequence
@@ -87,7 +87,10 @@ class Gathered(Mixer):
         self._inner.start(kind, t, exchange)
 
     def finish(self, into: torch.Tensor | None = None) -> tuple[MessageArrays, MessageArrays]:
-        """Return ``sent`` and ``mixed`` with whole vectors, gathered from the node's ranks."""
+        """Return ``sent`` and ``mixed`` with whole vectors, gathered from the node's ranks.
+
+        ``into`` is not used.
+        """
         (sent,), (mixed,) = self._inner.finish()
         local_message = [(*self._out, *self._scalars)]
         if self._kind is ExchangeKind.LOCAL:

@@ -40,19 +40,21 @@ class StepMetrics:
     gradient_norm: torch.Tensor
     mixed_distance: torch.Tensor
     """‖mixed − sent‖ of the first vector of the message, by which the exchange moved it; NaN if it
-    was not computed, and 0 if the step was measured but exchanged nothing.
+    was not computed, and 0 if the step was measured but received nothing.
     """
     consensus_distance: float
     """Consensus distance; NaN if it was not measured."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by activity, as in the log: compute_s (forward and backward passes), node_s
-    (averaging and gathering within the node), exchange_s (local step, and exchange with other
-    nodes) and idle_s (waiting for other nodes).
+    (averaging and gathering within the node), exchange_s (update of the model, and exchange with
+    other nodes) and idle_s (waiting for other nodes).
     """
     bytes_sent: list[int] = field(default_factory=list)
     """Bytes that each row has sent to other nodes since the start of the run."""
     staleness: list[float] = field(default_factory=list)
-    """Mean age, in rounds, of the models that each row averaged with."""
+    """Mean age, in rounds, of the models that each row received in its last GOSSIP exchange; NaN if
+    it received none.
+    """
     metrics: dict[str, Any] = field(default_factory=dict)
     """Further metrics by name: one value for this process, or one for each row."""
     idle_rows: tuple[int, ...] = ()
@@ -104,7 +106,7 @@ def _block_sums(x: torch.Tensor, minus: torch.Tensor | None) -> torch.Tensor:
 
 
 def _sum_blocks(sums: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of each row of adjacent arrays (rows, blocks), in order: (rows, 1)."""
+    """Return the sum of each row, over all arrays (rows, blocks) in order: (rows, 1) on the CPU."""
     columns = torch.cat(list(sums), dim=1).cpu()
     totals = torch.zeros(len(columns), 1, dtype=torch.float64)
     for of_block in columns.unbind(1):
@@ -227,6 +229,7 @@ class Stopwatch:
         return self._mixer.wait_seconds + sum(mixer.wait_seconds for mixer in others)
 
     def end(self) -> dict[str, float]:
+        """Stop counting; return the seconds of the step by activity."""
         self.counting = False
         return self.seconds
 
@@ -244,7 +247,7 @@ class Stopwatch:
 def check_message(
     engine: Any, segment: int, out: Sequence[torch.Tensor], columns: Sequence[slice], now: Step
 ) -> None:
-    """Raise NonFiniteError if the message of a segment contains NaN or infinite values.
+    """Raise NonFiniteError if vectors of a segment's message contain NaN or infinite values.
 
     If the progress thread sends the message from a GPU, this thread makes the check when the GPU
     has filled the outbox, so that this call does not wait for the GPU. The mixer's ``finish`` then
@@ -285,7 +288,8 @@ def reject_non_finite(
     :param columns: columns of the segment's x that are adjacent in the message
     :param totals: sum of all elements of each vector, (vectors,), on the CPU
     :param array: name of the array of the local step that the vectors contain; "": a message
-    :raises NonFiniteError: if there are such elements; it names the first node and its parameter
+    :raises NonFiniteError: if there are such elements; the error names the first node that has any,
+        and the parameter of its first one
     """
     values = f"values of the array {array}" if array else "values"
     for part, total in zip(vectors, totals.tolist(), strict=True):
@@ -305,12 +309,12 @@ def reject_non_finite(
 
 
 def _parameter(vector: Any, segment: int, columns: Sequence[slice], index: int) -> str:
-    """Return the name of the parameter that has element ``index`` of a message.
+    """Return the name of the parameter that has an element; "the padding" if no column has it.
 
     :param vector: flat parameters
     :param segment: number of the segment
     :param columns: columns of the segment's x that are adjacent in the message
-    :param index: index of the element in the message
+    :param index: index of the element in a vector of the segment's message
     """
     flat = vector.flat
     slot = vector.first[segment] // flat.width

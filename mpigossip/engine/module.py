@@ -30,16 +30,16 @@ class ModuleParameters:
 
     first = (0,)
     inverse: torch.Tensor | None = None
-    """Inverse of the scale of `torch.amp.GradScaler`; 16-bit gradients are multiplied by it in
-    float32. None: gradients are not scaled.
+    """Inverse of the scale of `torch.amp.GradScaler`, by which 16-bit gradients are multiplied in
+    float32. None: they are not multiplied.
     """
 
     def __init__(self, models: Sequence[nn.Module]):
         """Move the parameters to flat memory; their values stay the same.
 
         :param models: one module for each local node; they differ in their values only
-        :raises JobError: if parameters share memory, if no parameter requires gradients, or if one
-            is neither float32, bfloat16 nor float16
+        :raises JobError: if no parameter requires gradients; or if one that does is neither
+            float32, bfloat16 nor float16, or shares memory with another parameter or a buffer
         """
         for model in models:
             check_separate(model)
@@ -66,7 +66,7 @@ class ModuleParameters:
         """Find the trained parameters of all modules, and allocate flat memory for them.
 
         :param models: one module for each local node
-        :param flat: layout of a node, as files hold it
+        :param flat: layout of a node, with all of its slots
         :param local_layout: layout of the rows that this process holds in memory
         """
         self.flat = flat
@@ -137,7 +137,8 @@ class ModuleParameters:
     def _check_modules(self, row: int) -> None:
         """Raise JobError if a module with trained parameters was replaced or removed.
 
-        A replacement with the same Parameters, such as a compiled layer, is accepted.
+        A replacement with the same Parameters, such as a compiled layer, is accepted. So is the
+        removal of a module if the model still has its trained Parameters in other modules.
         """
         if all(parent._modules.get(key) is child for parent, key, child in self._paths[row]):
             return
@@ -172,8 +173,9 @@ class ModuleParameters:
 
         :param row: row of the module in the arrays
         :param array: array (rows, P) whose row the parameters become
-        :param g: array (rows, P) whose row becomes their gradients. None: they keep their own
-            gradients, which are converted to float32 and unscaled for 16-bit parameters
+        :param g: array (rows, P) whose row becomes the gradients of the parameters that are not
+            frozen. None: they keep their own gradients, which are converted to float32 and unscaled
+            for 16-bit parameters
         """
         if array is self.x[0] and g is None and not any(self.low):
             yield
@@ -236,9 +238,10 @@ class ModuleParameters:
 
         A parameter leaves it if a program assigns other memory to ``parameter.data``.
 
-        :return: whether this changed any value of the flat parameters
-        :raises JobError: if a parameter has another type, shape or device than before, if the
-            module holds another Parameter instead, or if two parameters share memory
+        :return: whether this changed any value in the memory to which a parameter was moved back
+        :raises JobError: if a parameter has another type, shape or device than before; if another
+            Parameter, or a module without it, is now in its place; or if a parameter was moved and
+            a trained parameter shares memory with another one or a buffer
         """
         changed = moved = False
         for row, parameters in enumerate(self.rows):
@@ -453,7 +456,7 @@ def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _memory_key(parameter: torch.Tensor) -> tuple:
-    """Return address, type and shape of a tensor, which change if it gets other memory."""
+    """Return address, type and shape of a tensor, to find out later whether it has other memory."""
     return parameter.data_ptr(), parameter.dtype, parameter.shape
 
 

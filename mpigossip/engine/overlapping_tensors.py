@@ -18,8 +18,8 @@ def check_separate(model: nn.Module) -> None:
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     tensors = [(f"parameter {name}", p) for name, p in model.named_parameters()]
     tensors += [(f"buffer {name}", b) for name, b in model.named_buffers()]
-    # Tensors are visited in the order of their addresses. These begin before the present tensor
-    # and end after its first byte, so that they may overlap with it.
+    # Tensors are visited in the order of their addresses. These do not begin after the present
+    # tensor, and they end after its first byte, so that they may overlap with it.
     candidates: list[tuple[str, torch.Tensor]] = []
     for name, tensor in sorted(_in_memory(tensors), key=lambda pair: _address(pair[1])):
         device, begin = _address(tensor)
@@ -40,10 +40,10 @@ def _address(tensor: torch.Tensor) -> tuple[str, int]:
 
 
 def _in_memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors that have an address.
+    """Return the dense tensors that occupy memory, with their names.
 
-    Subclasses such as DTensor, sparse tensors, tensors on the meta device and empty tensors have
-    none.
+    Subclasses such as DTensor, sparse tensors, tensors on the meta device and empty tensors are
+    left out.
     """
     return [
         (name, tensor)
@@ -73,7 +73,12 @@ def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor, memory: torch.Tensor, offset: int) -> torch.Tensor:
-    """Return the view of ``memory``, one element for each byte, that a tensor occupies."""
+    """Return a view of the elements of ``memory`` that stand for the bytes of a tensor.
+
+    :param tensor: tensor, which may have gaps between its elements
+    :param memory: array with one element for each byte
+    :param offset: index in ``memory`` of the tensor's first byte
+    """
     itemsize = tensor.dtype.itemsize
     # A dimension with stride 0, as made by expand(), repeats the same bytes.
     pairs = [(n, itemsize * s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if s]

@@ -72,7 +72,9 @@ class ShardStreams:
         return self.range_of(self.rank)
 
     def windows(self, size: int = PIECE) -> Iterator[list[tuple[int, int]]]:
-        """Iterate over the windows of all ranks; each is the next part of the range of its rank.
+        """Iterate over lists with one window (begin, end) of the flat parameters for each rank.
+
+        A window is the next part of its rank's range; it is empty once the range has ended.
 
         :param size: largest number of elements of a window
         """
@@ -94,7 +96,16 @@ class ShardStreams:
             index += 1
 
     def _runs_in(self, index: int, rank: int, begin: int, end: int) -> Iterator[Run]:
-        """Iterate over the runs in one parameter, which is (blocks, rows, elements of a row)."""
+        """Iterate over the runs of a rank that lie in one parameter.
+
+        The parameter is regarded as an array (blocks, rows, elements of a row), of which each rank
+        has some rows of each block.
+
+        :param index: index of the parameter
+        :param rank: rank that has the shards
+        :param begin: index of the first element of the range, in the flat parameters
+        :param end: index after the last element
+        """
         shape, dim = self._shapes[index], self._dims[index]
         row = prod(shape[dim + 1 :])
         first_row, rows = row_range(shape[dim], self._world.size, rank)
@@ -115,9 +126,12 @@ class ShardStreams:
     ) -> Iterator[np.ndarray]:
         """Iterate over the pieces of this rank's range, whose elements all ranks send; collective.
 
-        :param read: function that returns this rank's shard of a parameter, flattened; None: its
-            elements are 0
+        All ranks get the same number of pieces; the last ones may be empty.
+
+        :param read: function of the index of a parameter that returns this rank's shard of it,
+            flattened, or None, for which the elements are 0
         :param dtype: type of the pieces
+        :raises WaitTimeoutError: if a rank does not take part within the time limit
         """
         for window in self.windows():
             parts = []
@@ -154,12 +168,13 @@ class ShardStreams:
 
         If a rank can't read a window, no rank writes elements of this window or of later ones.
 
-        :param read: function that returns the elements of this rank's range from one index to
-            another, of type ``dtype``; None: they can't be read
-        :param write: function that receives elements of this rank's shards
+        :param read: function (begin, end) that returns these elements of this rank's range, of type
+            ``dtype``; or None, if they can't be read
+        :param write: function (run, elements) that receives elements of this rank's shards
         :param dtype: type of the elements
         :param size: largest number of elements that are read at a time
         :return: whether all windows were read and written; the same on all ranks
+        :raises WaitTimeoutError: if a rank does not take part within the time limit
         """
         for window in self.windows(size):
             begin, end = window[self.rank]
@@ -191,11 +206,12 @@ class ShardStreams:
     def _exchange(
         self, message: np.ndarray, sent: Sequence[int], counts: Sequence[int]
     ) -> np.ndarray:
-        """Send consecutive parts of ``message`` to all ranks; return the received parts.
+        """Send consecutive parts of ``message`` to all ranks; return the received parts, joined.
 
         :param message: elements for all ranks, in the order of the ranks
         :param sent: number of elements for each rank
         :param counts: number of elements that each rank sends to this rank
+        :raises WaitTimeoutError: if a rank does not take part within the time limit
         """
         if self._comm is None:
             return message
@@ -215,12 +231,13 @@ class ShardStreams:
 
 
 LOW = (torch.float16, torch.bfloat16)
-"""Types that are stored as float32, which has all of their values."""
+"""Types whose elements are converted to float32, which has all of their values."""
 
 
 def flat_shard(tensor: Any) -> torch.Tensor:
     """Return this rank's shard of a DTensor as a 1-D view.
 
+    :param tensor: the DTensor
     :raises RuntimeError: if the shard is not contiguous
     """
     with torch.no_grad():
@@ -228,6 +245,9 @@ def flat_shard(tensor: Any) -> torch.Tensor:
 
 
 def stored_dtype(types: Sequence[torch.dtype]) -> np.dtype:
-    """Return the type in which elements of these types are stored without loss."""
+    """Return the NumPy type in which elements of all these types are stored.
+
+    Types in `LOW` count as float32. An empty sequence gives float32.
+    """
     plain = [torch.float32 if kind in LOW else kind for kind in types] or [torch.float32]
     return np.result_type(*[torch.empty(0, dtype=kind).numpy().dtype for kind in plain])

@@ -49,8 +49,8 @@ def part_like(parameter: Any, full: Any) -> Any:
     """Return ``full`` as a DTensor that is sharded like ``parameter``.
 
     Its local shard is a copy of this rank's rows of ``full``, on the parameter's device. ``full``
-    is returned as it is if it is sharded already, or if ``parameter`` is not sharded or has another
-    shape.
+    is returned as it is if it is no tensor or is sharded already, or if ``parameter`` is not
+    sharded or has another shape.
     """
     if not is_sharded(parameter) or not torch.is_tensor(full) or is_sharded(full):
         return full
@@ -97,8 +97,8 @@ def fully_sharded(model: nn.Module) -> list[nn.Module]:
 def reshard(modules: Sequence[Any]) -> None:
     """Free the gathered parameters of modules.
 
-    After a forward pass without a backward pass, FSDP2 keeps them, and would use them in the next
-    forward pass, although the shards have changed since.
+    After a forward pass without a backward pass, FSDP2 may keep them, and would use them in the
+    next forward pass, although the shards have changed since.
     """
     for module in modules:
         module.reshard()
@@ -180,7 +180,7 @@ class Layouts(NamedTuple):
     """Layouts of a model's parameters for a process that has all of them or one slot's shard."""
 
     node: NodeLayout
-    """Layout of the node, as files hold it."""
+    """Layout of the node, with all of its slots."""
     local: ParameterLayout
     """Layout of the array that this process holds in memory."""
     slot: int = 0
@@ -197,8 +197,9 @@ def plan_layouts(model: nn.Module) -> Layouts:
 
     Parameters that FSDP2 has gathered are freed first.
 
-    :raises JobError: if a sharded parameter is not float32; or, if no parameter is sharded, if none
-        requires gradients or one is neither float32, bfloat16 nor float16
+    :param model: module of which either all trained parameters are sharded or none
+    :raises JobError: if a sharded, trained parameter is not float32; or, if none is sharded, if no
+        parameter requires gradients or one that does is neither float32, bfloat16 nor float16
     """
     modules = fully_sharded(model)
     reshard(modules)
@@ -420,7 +421,8 @@ class ShardedParameters(ModuleParameters):
 
         They keep their values. Return whether this changed any value of the flat parameters.
 
-        :raises JobError: in the same cases as :meth:`ModuleParameters.check`
+        :raises JobError: if a parameter has another type, shape or device than before, or if
+            another Parameter, or a module without it, is now in its place
         """
         reshard(self._modules)
         self._check_modules(0)

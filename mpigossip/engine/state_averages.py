@@ -76,8 +76,10 @@ class StateAverages:
     def exchange(self, engine: Any) -> None:
         """Average the arrays that are due in the present step of the engine.
 
-        The bytes that they send are added to the counters of the engine's mixer.
+        The bytes that they send are added to the counters of the engine's mixer. Nothing is sent in
+        a step in which no period ends; otherwise the call is collective over the nodes.
 
+        :param engine: engine that makes the step
         :raises NonFiniteError: if an array contains NaN or infinite values
         """
         done = engine.index + 1

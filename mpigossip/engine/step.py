@@ -21,8 +21,9 @@ class ModelExchange(Protocol):
     """Exchange of models between the nodes of an engine: of whole models, or in fragments.
 
     In a LOCAL step, the engine calls ``adapt``. In any other step, it calls ``send`` and then
-    ``receive``. An exchange is in flight from ``send`` until its message has been received, by
-    ``receive``, earlier by ``wait``, or in a later step. The models after the following steps are
+    ``receive``. If the algorithm is ahead, ``send`` is called before that in every step. An
+    exchange is in flight from ``send`` until its message has been received: by ``receive`` or, if
+    it has fragments, by ``wait`` or in a later step. The models after the following steps are
     bitwise identical in all of these cases.
     """
 
@@ -61,8 +62,8 @@ class Engine:
     ``index`` counts steps, and ``round`` counts GOSSIP exchanges: it is the t of the mixing matrix
     W(t). ``state_start`` is the step at which the state of the algorithm was initialized. A
     checkpoint contains these counters, ``counts``, and the states of algorithm, cadence and
-    exchange. It does not contain an exchange in flight, which is repeated after a resume and has
-    a bitwise identical result.
+    exchange. It does not contain an exchange of the whole model in flight, which is repeated after
+    a resume, with a bitwise identical result if the mixer is synchronous.
     """
 
     counts: list[int]
@@ -125,10 +126,11 @@ class Engine:
 
         :param lr: learning rate
         :param skipped: rows (indices of local nodes) that make no local step, because their
-            gradients overflowed, but take part in the exchange
+            gradients overflowed or the cadence lets them idle, but take part in the exchange
         :param loss: loss of each row, (rows,); None: unknown
         :param gradient_norm: norm of the gradient of each row, (rows,); None: unknown
-        :raises NonFiniteError: if a message contains NaN or infinite values
+        :raises NonFiniteError: if a message, or an array of the local step that is averaged,
+            contains NaN or infinite values
         """
         now = self.begin(lr, skipped)  # the cadence decides: LOCAL, GOSSIP or GLOBAL
         if now.kind is ExchangeKind.LOCAL:
@@ -241,7 +243,10 @@ class Engine:
 
     @property
     def measuring(self) -> bool:
-        """True if this step measures the consensus distance, as every ``measure_every``-th does."""
+        """True if the record of this step needs distances: every ``measure_every``-th step, from 0.
+
+        If ``measure_every`` is 0, it is always False.
+        """
         return bool(self.measure_every) and self.index % self.measure_every == 0
 
     def measure(self, sent: Sequence, mixed: Sequence, kind: ExchangeKind) -> None:
@@ -299,7 +304,10 @@ class Engine:
         return packed(self.parts(), self.group, self.vector.flat, row, targets or {})
 
     def numbers(self) -> dict[str, Any]:
-        """Return the counters and the state of the cadence as ``cadence/…``; equal on all nodes."""
+        """Return the counters by name, and the fields of the cadence's state as ``cadence/…``.
+
+        They are equal on all nodes if the mixer is synchronous.
+        """
         counters = {"index": self.index, "born": self.state_start, "round": self.round}
         return counters | {f"cadence/{k}": v for k, v in self.cadence_state._asdict().items()}
 
@@ -308,7 +316,7 @@ class Engine:
     ) -> None:
         """Restore the state of a node, except x, which the caller restores.
 
-        :param arrays: result of :meth:`pack_state`
+        :param arrays: result of :meth:`pack_state` in the first process of the node
         :param numbers: result of :meth:`numbers`
         :param row: index of the node among the local nodes
         :raises ValueError: if an array has another number of elements than the model

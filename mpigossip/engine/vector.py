@@ -1,6 +1,6 @@
-"""Layouts of a model's trained parameters: in the files of a node, and in an array in memory.
+"""Layouts of a model's trained parameters: of a whole node, and of an array in one process.
 
-The two layouts are the same unless FSDP2 shards the model. Each process then holds a part of each
+One object is both layouts unless FSDP2 shards the model. Each process then holds a part of each
 parameter, and :mod:`mpigossip.engine.sharded` describes how the parts of a node belong together.
 State of an algorithm that has the size of the model, such as momentum, has the same layout as the
 parameters.
@@ -33,9 +33,11 @@ class FlatParameters(Protocol):
     x: list[torch.Tensor]
     """The slots' shards, which are updated and exchanged."""
     g: list[torch.Tensor]
-    """Gradients at x, weight decay included; a step may overwrite them."""
+    """Gradients at x, which a step may overwrite. They include weight decay, unless the local step
+    adds it.
+    """
     full: list[torch.Tensor]
-    """All flat parameters, as the forward pass of each slot reads them."""
+    """Flat parameters that the forward pass of each slot reads: all, or with FSDP2 its shard."""
 
     @property
     def flat(self) -> NodeLayout:
@@ -49,7 +51,7 @@ class FlatParameters(Protocol):
         """
 
     def gather(self) -> None:
-        """Copy the parameters' gradients to ``g``; called only if the algorithm reads them."""
+        """Copy the parameters' gradients to ``g``."""
 
 
 class NodeLayout(Protocol):
@@ -259,7 +261,7 @@ def flatten(
     :param slots: number of slots of the node
     :param decayed: names of the parameters with weight decay; None: all
     :param types: types that a parameter may have
-    :raises JobError: if no parameter requires gradients, or if one has another type
+    :raises JobError: if no parameter requires gradients, or if one that does has another type
     """
     trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     if not trained:

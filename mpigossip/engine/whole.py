@@ -99,8 +99,8 @@ class WholeExchange:
 def _reusable_x(engine: Engine, kind: ExchangeKind) -> torch.Tensor | None:
     """Return x if the mixed message may be written over it, otherwise None.
 
-    This is the case if the algorithm replaces x by the mixed message, and if the message is a
-    single vector with an exact wire.
+    This is the case in a GOSSIP round if the algorithm replaces x by the mixed message, and if the
+    message is one vector of one segment, with an exact wire.
     """
     layout = engine.mixer.layout
     is_single_vector = len(engine.vector.x) == layout.vectors == 1 and not layout.scalars

@@ -608,7 +608,7 @@ class FolderExchange:
 
         :param versions: versions in the order of preference
         :param limit: largest number of models to read
-        :raises StoreError: if no model can be read
+        :raises StoreError: if there are versions, but no model can be read
         """
         return self.place.disk.retry(lambda: self._readable(versions, limit), "models")
 

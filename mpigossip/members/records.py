@@ -158,8 +158,9 @@ class RecordStore:
             depends on it. If such a name is not found, the file system is at fault, and the
             operation is repeated
         :raises Unusable: if the name is not a regular file, or the file is larger than `LARGEST`
-        :raises StoreError: if a listed name was removed, or belongs to another user in a folder
-            that is not shared
+        :raises StoreError: if a listed name was removed, or the file belongs to another user in a
+            folder that is not shared
+        :raises FolderUnreachable: if the file system fails for too long
         """
         try:
             return self.retry(lambda: self._read(name, listed), name)
@@ -356,7 +357,7 @@ class RecordStore:
         return is_new
 
     def remove(self, name: str) -> None:
-        """Remove a file that no member needs; after an error, the next call tries again."""
+        """Remove a file that no member needs; after most errors, the next call tries again."""
         self.discard(self.path(name))
 
     def discard(self, path: Path) -> None:

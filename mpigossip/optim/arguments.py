@@ -65,7 +65,16 @@ def one_optimizer(optimizer: Any) -> Any:
 
 
 def check(world: Any, model: Any, optimizer: Any) -> None:
-    """Raise JobError unless world, model and optimizer have the types that Gossip accepts."""
+    """Check that Gossip accepts these objects.
+
+    :param world: world
+    :param model: model
+    :param optimizer: optimizer of the model
+    :raises JobError: if one of them has another type; if the optimizer belongs to another Gossip;
+        if torch's default device is "meta"; if a parameter is on the meta device, or on a device
+        that is neither a CPU nor a GPU; or if a trained parameter is not float32, bfloat16 or
+        float16
+    """
     if not hasattr(world, "raise_together"):
         raise JobError(
             f"world is a {type(world).__name__}: pass the result of mpigossip.world(), as in "
@@ -97,7 +106,7 @@ def check_overlap(overlap: Any) -> None:
 
 
 def check_callback(job: Job, on_change: object) -> None:
-    """Raise JobError unless ``survive=True`` and a callable ``on_change`` are given together."""
+    """Raise JobError if only one of ``survive=True`` and a callable ``on_change`` is given."""
     if job.run.survive and not callable(on_change):
         raise JobError(
             f"survive = True needs a function as on_change, not {on_change!r}: after a rank "
@@ -112,7 +121,12 @@ def check_callback(job: Job, on_change: object) -> None:
 
 
 def report_setup(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Report parameters that are not trained, on rank 0, and a single node without a launcher."""
+    """Report, on rank 0, parameters that are not trained, and a single node without a launcher.
+
+    :param world: all ranks
+    :param model: model of the program
+    :param optimizer: its optimizer
+    """
     frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
     in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
     untrained = [
@@ -138,7 +152,9 @@ def report_setup(world: World, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def report_shared_device(world: World, device: str) -> None:
-    """Report ranks of a host that train on fewer GPUs than `World.device` would use; collective.
+    """Report, for the first such host, that its ranks share GPUs although it has more; collective.
+
+    It has more if `World.device` would give its ranks a larger number of different GPUs.
 
     :param world: world of all ranks
     :param device: torch device of this rank's parameters, such as "cuda:0"
@@ -162,5 +178,5 @@ def report_shared_device(world: World, device: str) -> None:
 
 
 def parameter_list(names: list[str]) -> str:
-    """Return the first names of parameters as text, with the number of further ones."""
+    """Return "parameter" or "parameters", the first names, and the number of further ones."""
     return f"parameter{'s' * (len(names) > 1)} {abbreviate(names, 3)}"

@@ -32,9 +32,9 @@ def averaged(node: LoopNode, twin: nn.Module | None, batches: Iterable | None) -
     :param twin: module that is averaged instead of the model; None: the model
     :param batches: batches of this node; one pass of the averaged parameters over them computes the
         statistics of BatchNorm again, which are then averaged; None: average the present statistics
-    :raises JobError: if ``batches`` is given and the module has no BatchNorm with running
-        statistics; on all ranks, if the batches of a rank are empty, or if the modules of the ranks
-        differ in layout
+    :raises JobError: inside another averaged() or an asynchronous pause; if ``batches`` is given
+        and the module has no BatchNorm with running statistics; on all ranks, if the batches of a
+        rank are empty, or if the modules of the ranks differ in layout
     """
     module = node.model if twin is None else twin
     if batches is not None and not norms(module):
@@ -123,8 +123,8 @@ def average_(mixer: Mixer, parameters: Iterable[torch.Tensor]) -> None:
 def recalibrate_(module: nn.Module, batches: Iterable) -> int:
     """Compute the statistics of BatchNorm again from ``batches``; return the number of batches.
 
-    The random number generators of the program keep their states, although the module may draw
-    random numbers.
+    The module may draw random numbers, but torch's generators of the CPU and of the module's GPU
+    have the same states afterwards as before.
     """
     device = next(module.parameters()).device
     draws = torch.random.fork_rng([device] if device.type == "cuda" else [])
@@ -195,7 +195,13 @@ def distance(node: LoopNode) -> float:
 
 
 def _wait_ready(node: LoopNode, call: str) -> None:
-    """Move the parameters to the flat memory, and wait for all nodes and exchanges in flight."""
+    """Move the parameters to the flat memory, and wait for all nodes and exchanges in flight.
+
+    :param node: node of this rank
+    :param call: name of the public call, for messages
+    :raises JobError: inside averaged() or an asynchronous pause, or if parameters were changed
+        while they were in flight
+    """
     node.check_not_paused(call)
     node.check()
     node.check_known()
@@ -212,6 +218,8 @@ def paused(node: LoopNode) -> Iterator[None]:
     block ends. If MPI does not allow calls from threads, an asynchronous node sends nothing
     meanwhile, as in a long step. The call is not collective. If a node has several ranks, DDP
     between them still fails at the timeout of its process group.
+
+    :raises JobError: inside averaged(), if the node would exchange in a thread
     """
     if node.serving:  # inside another pause
         yield
@@ -238,7 +246,10 @@ def paused(node: LoopNode) -> Iterator[None]:
 
 @contextmanager
 def _serving(node: LoopNode) -> Iterator[None]:
-    """Return a context manager in which a thread exchanges with other nodes again and again."""
+    """Return a context manager in which a thread exchanges with other nodes again and again.
+
+    An error of the thread is raised when the block ends without an error.
+    """
     done = threading.Event()
     failed = list[BaseException]()
     node.vector.gather()  # allocate its memory now

@@ -27,7 +27,10 @@ def make_callback(framework: ModuleType) -> Any:
 
 
 def _ours(optimizer: Any) -> Any:
-    """Return the Gossip optimizer that a framework has wrapped."""
+    """Return the Gossip optimizer that a framework has wrapped.
+
+    :raises JobError: if there is no Gossip inside
+    """
     while not hasattr(optimizer, "exit_if_stopping"):
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:

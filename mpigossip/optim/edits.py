@@ -28,11 +28,14 @@ class EditDetector:
     Edits through `.data` do not. They are detected by comparing all values with those that were
     sent, in the first `FIRST` exchanges and in every `EVERY`-th later one. Edits that a program
     makes in each step are therefore detected in its first steps, and most steps compare no values.
+
+    The detector is also used between two steps of an algorithm that overwrites the parameters with
+    a model in its state.
     """
 
     def __init__(self) -> None:
         self.in_flight = False
-        """True if x has been sent and the exchange is not finished."""
+        """True from :meth:`begin` to :meth:`end`, when a program must not change parameters."""
         self._edited = False
         self._message = IN_FLIGHT
         self._count = 0
@@ -67,6 +70,9 @@ class EditDetector:
         """Move all parameters to the flat memory, and record whether they were edited in flight.
 
         If nothing is in flight, edits of 16-bit parameters are copied to their master weights.
+
+        :param vector: flat parameters of the model
+        :raises JobError: if a parameter or its module was replaced or converted
         """
         self._edited |= self.in_flight and self._versions != vector.versions()
         moved = vector.check()

@@ -61,7 +61,7 @@ HOOKS = [
 class Gossip(torch.optim.Optimizer):
     """Optimizer that adds an exchange with neighbouring nodes to each step of another optimizer.
 
-    Each rank is a node::
+    Each rank is a node, unless :func:`mpigossip.world` forms nodes of several ranks::
 
         with mpigossip.world() as world:
             optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -77,16 +77,16 @@ class Gossip(torch.optim.Optimizer):
     last step.
 
     A node whose gradients overflow skips its local step but takes part in the exchange. The inner
-    optimizer skips parameters without a gradient. The algorithms "parallel", "dsgt" and
-    "momentum-tracking" exchange gradients and treat a missing one as zero.
+    optimizer skips parameters without a gradient. Algorithms that exchange gradients, such as
+    "parallel", "dsgt" and "momentum-tracking", treat a missing one as zero.
 
-    The constructor rejects what a job rejects, and also:
+    Besides what a job rejects, the constructor or :meth:`step` also rejects:
 
     * LBFGS, because averaging invalidates its curvature pairs, and float64 parameters;
     * other optimizers that need a closure, such as SAM; make ``Gossip`` the base optimizer of SAM;
-    * algorithms with a momentum of their own (dmsgd, qg-dmsgd, decentlam, detag, defacto), unless
+    * algorithms with an update of their own (dmsgd, qg-dmsgd, decentlam, detag, defacto), unless
       the optimizer is plain SGD with one learning rate. These algorithms use the learning rate and
-      the weight decay of the optimizer, but never its step;
+      the weight decay of the optimizer, but never its step. Custom algorithms need plain SGD, too;
     * slowmo with several learning rates, and a learning rate of 0 with slowmo, qg-dmsgd or
       decentlam, which divide by it;
     * the cadence "gossip-aga", which needs the loss, and "adpsgd" without ``total``, the number of
@@ -116,9 +116,10 @@ class Gossip(torch.optim.Optimizer):
         """Copy node 0's model to all nodes and prepare the exchange; collective.
 
         :param world: the result of :func:`mpigossip.world`
-        :param model: module with all parameters of the optimizer, in float32, float16 or bfloat16;
-            pass several modules as a `torch.nn.ModuleList`. Frozen parameters are copied from rank
-            0, and are exchanged from the step on in which they require gradients
+        :param model: module with all parameters of the optimizer; those that are trained are
+            float32, float16 or bfloat16. Pass several modules as a `torch.nn.ModuleList`. Frozen
+            parameters are copied from rank 0, and are exchanged from the step on in which they
+            require gradients
         :param optimizer: a torch.optim optimizer, or a list of optimizers that step one after the
             other, as in ``[torch.optim.Muon(matrices), torch.optim.AdamW(others)]``
         :param algorithm: name of the algorithm, as `algorithm.name` in a job
@@ -188,7 +189,7 @@ class Gossip(torch.optim.Optimizer):
         self._loaded: dict | None = None
         self._stale = StaleGradients()
         self.record: StepMetrics | None = None
-        """Metrics of the last step."""
+        """Metrics of the last step; None before the first one."""
         if self._job.run.survive:
             prepare(self._job, world)
         if measure_every is None:
@@ -261,7 +262,11 @@ class Gossip(torch.optim.Optimizer):
         raise JobError("Gossip can't be copied or pickled: use optimizer.state_dict() instead")
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """Add a ``group`` of the model's parameters, such as formerly frozen ones, as in torch."""
+        """Add a ``group`` of the model's parameters, such as formerly frozen ones, as in torch.
+
+        :raises JobError: if a parameter was not in the model when this Gossip was created, or if it
+            was created with several optimizers
+        """
         check_group(self._node.known, group)
         self._inner.add_param_group(group)
 
@@ -271,8 +276,10 @@ class Gossip(torch.optim.Optimizer):
         :param closure: function that is called once, with gradients enabled; its value is returned
         :raises WaitTimeoutError: if a neighbour does not answer within ``timeout_s`` seconds
         :raises NonFiniteError: if this node would send NaN or infinite values
-        :raises JobError: if ranks differ in layout or calls, or in a fork of the process that
-            opened the world
+        :raises JobError: if ranks differ in layout or calls; if the gradients of the step before
+            were not cleared, or parameters were changed while they were in flight; inside
+            :meth:`averaged`, or inside :meth:`paused` if the node is asynchronous; if this Gossip
+            is closed; or in a fork of the process that opened the world
         """
         check_process()
         value = None
@@ -308,11 +315,11 @@ class Gossip(torch.optim.Optimizer):
         6. `WholeExchange.receive`, after the message has been sent. The ``receive`` of the
            algorithm replaces x by the average of the messages of this node and its in-neighbours.
 
-        An algorithm that is ahead has already sent x at the end of the previous step, unless
-        overlap is "never" or the mixer is asynchronous, and takes its local step in ``receive``.
-        A LOCAL step calls the algorithm's ``local_update``, if it has one, which adapts x in place.
-        With fragments, engine/fragments.py replaces engine/whole.py. Finally, publish() copies x to
-        the parameters of 16-bit models.
+        An algorithm that is ahead takes its local step in ``receive``. It has already sent x at the
+        end of the previous step, unless there was none, overlap is "never" or the mixer is
+        asynchronous. A LOCAL step calls the algorithm's ``local_update``, if it has one, which
+        adapts x in place. With fragments, engine/fragments.py replaces engine/whole.py. Finally,
+        publish() copies x to the parameters that are not views of it, such as 16-bit parameters.
         """
         self._begin_step()
         lr, skipped = self._take_gradients()
@@ -323,7 +330,7 @@ class Gossip(torch.optim.Optimizer):
     def _begin_step(self) -> None:
         """Pass the previous step to the hooks, and move edited parameters to the flat memory.
 
-        :raises JobError: if parameters were changed while they were being sent
+        :raises JobError: if parameters were changed while they were being sent, or can't be moved
         """
         node = self._node
         clock = self._ready_engine().clock
@@ -424,8 +431,9 @@ class Gossip(torch.optim.Optimizer):
     def surviving(self) -> AbstractContextManager[None]:
         """Return a context manager for collective calls that the program itself makes.
 
-        If a rank fails inside the block, the block ends without an error, and the next call of
-        :meth:`step` continues without the failed rank.
+        With ``survive=True`` and a fault-tolerant MPI, a rank failure inside the block ends the
+        block without an error, and the next call of :meth:`step` continues without the failed rank.
+        Otherwise, the context manager has no effect.
         """
         return self._node.catch_failure()
 
@@ -449,11 +457,15 @@ class Gossip(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state dict with an additional entry "gossip".
 
-        The entry holds this node's model, the state of the algorithm, and counters. The buffers of
-        the model are not part of it. The call is not collective, except while a fragment is in
-        flight: then all ranks of the node have to make it. Save one state dict for each node,
-        because loading the state dict of another node replaces this node's model by the other
-        node's model.
+        The entry holds this node's model, the state of the algorithm, and counters; before the
+        first step, it is None, or the entry that was loaded. The buffers of the model are not part
+        of it. The call is not collective, except while a fragment is in flight: then all ranks of
+        the node have to make it. Save one state dict for each node, or for each rank if ranks have
+        shards, because loading the state dict of another node replaces this node's model by the
+        other node's model.
+
+        :raises JobError: inside :meth:`averaged`, or inside :meth:`paused` if the node is
+            asynchronous
         """
         self._node.check_not_paused("state_dict()")
         check_default_device("state_dict()")
@@ -470,9 +482,17 @@ class Gossip(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this node's ``state_dict``, to continue with the next step; call it on all nodes.
 
-        All further steps are bitwise identical to the steps of the program that saved the state.
-        If the state belongs to another node, the next step reports this once, or raises JobError if
-        the algorithm needs each node's own state.
+        After a result of :meth:`state_dict`, with a synchronous mixer, equal gradients lead to
+        steps that are bitwise identical to the steps of the program that saved the state. If the
+        state belongs to another node, the next step reports this once, or raises JobError if the
+        algorithm needs each node's own state or ranks have shards.
+
+        :param state_dict: result of :meth:`state_dict`, or of the inner optimizer's method of this
+            name, which does not contain a model
+        :raises JobError: if the entry "gossip" belongs to another model; and in the same cases as
+            :meth:`state_dict`
+        :raises StoreError: if the state belongs to another inner optimizer
+        :raises ValueError: as in torch, if the parameter groups have other sizes
         """
         self._node.check_not_paused("load_state_dict()")
         check_default_device("load_state_dict()")
@@ -500,6 +520,9 @@ class Gossip(torch.optim.Optimizer):
 
         Call this repeatedly while the program waits, so that the node continues to average with
         other nodes.
+
+        :raises JobError: with fragments, a delay or a blend; while the next exchange is in flight;
+            or inside :meth:`averaged` or :meth:`paused`
         """
         self._ready_engine()
         self._node.average()
@@ -508,7 +531,9 @@ class Gossip(torch.optim.Optimizer):
         """Return a context manager for long work of one rank, such as an evaluation on rank 0.
 
         Synchronous neighbours wait for this rank without a time limit. Asynchronous nodes continue,
-        and this node continues to exchange with them in a thread.
+        and this node continues to exchange with them in a thread, if MPI allows calls from threads.
+
+        :raises JobError: inside :meth:`averaged`, if a thread would exchange
         """
         return paused(self._node)
 
@@ -520,16 +545,17 @@ class Gossip(torch.optim.Optimizer):
 
         Use it for evaluation, and do not train inside. It is collective: enter it on all ranks,
         even if only one of them evaluates. Parameters and floating-point buffers are averaged,
-        including the statistics of BatchNorm, and are restored when the block ends.
+        including the statistics of BatchNorm, and are restored when the block ends. If a rank fails
+        while the average is computed, and the others survive, the model keeps its own values.
 
         :param twin: module that is averaged and returned in place of the model, such as its EMA
         :param recalibrate: batches of this node with which the statistics of BatchNorm are computed
             again for the averaged model, before they are averaged themselves: tensors, pairs
             (inputs, targets), mappings whose entries are passed by name if ``forward`` has
             parameters of these names, or objects with a method ``to(device)``, such as graphs
-        :raises JobError: if ``recalibrate`` is given and the module has no BatchNorm with running
-            statistics; on all ranks, if the batches of a rank are empty, or if the modules of the
-            ranks differ in layout
+        :raises JobError: inside another averaged() or an asynchronous pause; if ``recalibrate`` is
+            given and the module has no BatchNorm with running statistics; on all ranks, if the
+            batches of a rank are empty, or if the modules of the ranks differ in layout
         """
         self._ready_engine()
         other = None if twin is None or twin is self._given else arguments.one_module(twin, "twin")
@@ -537,21 +563,28 @@ class Gossip(torch.optim.Optimizer):
             yield self._given if other is None else twin
 
     def consensus_distance(self) -> float:
-        """Return the consensus distance (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²; collective."""
+        """Return the consensus distance (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²; collective.
+
+        The result is NaN if a rank fails during the call and the others survive.
+
+        :raises JobError: inside :meth:`averaged`, or inside :meth:`paused` if the node is
+            asynchronous
+        """
         self._ready_engine()
         return distance(self._node)
 
     # -- the run directory -----------------------------------------------------------------------
 
     def log(self, *step_and_metrics: int | Mapping[str, Any], **figures: Any) -> None:
-        """Add metrics of this node's step to the log; a step is written when the next one begins.
+        """Add metrics of this node's step to the log, until the next step or :meth:`save` ends it.
 
         :param step_and_metrics: number of the step, counted from 0, and dicts of metrics; without a
-            number, the metrics belong to the last step, or to the first step if there is none yet
+            number, the metrics belong to the last step, or to the next step if there is none yet
         :param figures: numbers or tensors of one number by name, each a column of the log; "loss",
             "lr" and "gradient_norm" have the meaning that they have in a job, and "samples" of the
             step yield the speed
-        :raises JobError: if the step has been written, or if the log measures a metric itself
+        :raises JobError: if there is no run directory; if the step has been written, or is later
+            than the next one; or if a name is invalid or the log measures the metric itself
         """
         run = self._required_run("log")
         step: int | None = None
@@ -567,14 +600,20 @@ class Gossip(torch.optim.Optimizer):
 
         :param things: objects by name, either with ``state_dict`` and ``load_state_dict``, or torch
             generators (``get_state`` and ``set_state``)
-        :raises JobError: if a name is invalid, or an object has neither pair of methods
+        :raises JobError: if there is no run directory, if a name is invalid, or if an object has
+            neither pair of methods
         """
         self._required_run("keep")
         run_directory.check_kept(things)
         self._node.keeps |= things
 
     def save(self) -> None:
-        """Write a checkpoint of the current step in the background; collective."""
+        """Write a checkpoint of the current step in the background; collective.
+
+        :raises JobError: if there is no run directory, or if it has a checkpoint from which the
+            program has not resumed; inside :meth:`averaged`, or inside :meth:`paused` if the node
+            is asynchronous
+        """
         run = self._required_run("save")
         self._ready_engine()
         run_directory.save(run, self._node)
@@ -582,16 +621,18 @@ class Gossip(torch.optim.Optimizer):
     def resume(self) -> int:
         """Continue from the newest checkpoint; return the number of steps made, or 0; collective.
 
-        With the same number of nodes, the run continues bitwise identically: model, optimizer,
-        algorithm, torch's random numbers, and the objects given to :meth:`keep`. With another
-        number, it continues from the exact average, and reports the state that is dropped.
+        With the same nodes, ranks per node, algorithm and cadence, and a synchronous mixer, the
+        following is restored bitwise identically: model, optimizer, algorithm, torch's random
+        numbers, and the objects given to :meth:`keep`. Otherwise, messages report what is dropped
+        or reset. With another number of nodes, all nodes start from the exact average.
 
-        :raises JobError: after the first step, or after save() or log()
+        :raises JobError: if there is no run directory, after the first step, or after save()
+        :raises UserError: if the checkpoint is damaged or belongs to another model or optimizer
         """
         run = self._required_run("resume")
         self._ready_engine()
         if run.begun:
-            raise JobError("call resume() before the first step, and before save() and log()")
+            raise JobError("call resume() before the first step, and before save()")
         if run.newest is not None:
             self._node.restart_exchanges()
         step = run.resume()
@@ -603,16 +644,25 @@ class Gossip(torch.optim.Optimizer):
     def stopping(self) -> bool:
         """True once all ranks have agreed, at the same step, to stop: call :meth:`exit` then.
 
-        The reason is SIGTERM, SIGUSR1, SIGUSR2, ``touch RUN/STOP``, or the end of the allocation.
+        The reason is SIGTERM, SIGUSR1, SIGUSR2, ``touch RUN/STOP``, the end of the allocation, or a
+        hook. Without a run directory, reading this raises JobError.
         """
         return self._required_run("stopping").stopping
 
     def handle_signals(self) -> None:
-        """Install the signal handlers again, after other code has replaced them."""
+        """Install the signal handlers again, after other code has replaced them.
+
+        :raises JobError: if there is no run directory
+        """
         self._required_run("handle_signals").stopper.listen()
 
     def exit(self) -> NoReturn:
-        """Save a checkpoint and exit with code 75, for which batch scripts requeue; collective."""
+        """Save a checkpoint and exit with code 75, for which batch scripts requeue; collective.
+
+        :raises SystemExit: always, unless an error is raised before
+        :raises JobError: if there is no run directory; inside :meth:`averaged`, or inside
+            :meth:`paused` if the node is asynchronous
+        """
         run = self._required_run("exit")
         self._node.check_not_paused("exit()")
         run.stopped = True
@@ -624,6 +674,7 @@ class Gossip(torch.optim.Optimizer):
 
         :param save: function that saves the state of the program; None: nothing to save
         :param arguments: arguments of ``save``
+        :raises JobError: if there is no run directory
         """
         if self.stopping:
             if save is not None:
@@ -641,8 +692,9 @@ class Gossip(torch.optim.Optimizer):
         return make_callback(framework)
 
     def _required_run(self, call: str) -> Run:
-        """Return the run; ``call`` is the name of the method that needs it.
+        """Return the run.
 
+        :param call: name of the method that needs the run, for the message
         :raises JobError: if this Gossip was created without ``run``
         """
         if self._run is None:

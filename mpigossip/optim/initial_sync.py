@@ -120,7 +120,12 @@ def _from_rank_0(world: World, tensor: torch.Tensor) -> bool:
 
 
 def load_packed(model: nn.Module, flat: ParameterLayout, packed: torch.Tensor) -> None:
-    """Write packed parameters (count,) into the model, or into this rank's shards of it."""
+    """Write packed parameters into the model, or into this rank's shards of it.
+
+    :param model: the model
+    :param flat: layout of the parameters, or of the shards, in this process
+    :param packed: the packed values, (count,)
+    """
     row = torch.zeros(flat.size)
     flat.unpack(packed, row)
     parameters = dict(model.named_parameters())

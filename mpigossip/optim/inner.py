@@ -40,7 +40,8 @@ def local_step_from_optimizers(
 
     Its ``adapt`` copies x to ``out``, which is the outbox or x itself. Then the optimizer steps
     while its parameters are views of ``out``, so that x is not changed and the result need not be
-    copied to the outbox. The optimizer keeps its own state, such as momentum.
+    copied to the outbox. For rows that the step skips, the result is x. The optimizer keeps its own
+    state, such as momentum.
 
     The step is ``raw``: if the algorithm does not pass g, because no other function reads it, the
     optimizer takes the gradients from the ``.grad`` of the parameters.
@@ -88,11 +89,15 @@ class OptimizerState:
             value.copy_(view)
 
     def _pairs(self, name: str, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each parameter's array ``name``, and the parameter's part of ``flat``.
+        """Return pairs for all parameters that have an array ``name``.
+
+        A pair consists of the array, or its shard in this rank, and the parameter's part of
+        ``flat``.
 
         :param name: key of the array in the optimizer's state
         :param flat: array (rows, P) with the layout of the flat parameters
-        :raises JobError: if an optimizer has made steps, but has no such array
+        :raises JobError: if an optimizer keeps arrays, but none of this name, or if it keeps none
+            although there are gradients
         """
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for row, optimizer in enumerate(self._optimizers):
@@ -163,7 +168,13 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Reject the group, because it is unknown which part should get it."""
+        """Raise JobError after the creation, because it is unknown which part should get the group.
+
+        The constructor of torch's class calls this method, too, and adds the groups of the parts.
+
+        :param param_group: the group, as in torch
+        :raises JobError: after the creation
+        """
         if self._parts:
             raise JobError(
                 "add_param_group: Gossip has several optimizers, and it is unknown which of them "
@@ -227,6 +238,8 @@ def fill_missing(
 def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Check that Gossip can use the optimizer as the local step of the model.
 
+    :param model: the model
+    :param optimizer: the optimizer
     :raises JobError: if the optimizer has none of the model's parameters, or parameters that are
         not in the model; if it is LBFGS, needs a closure or is differentiable; or if it is a Gossip
         already
@@ -327,8 +340,8 @@ def check_plain_sgd(algorithm: str, optimizer: torch.optim.Optimizer) -> None:
 def check_method(parts: JobParts, optimizer: torch.optim.Optimizer) -> None:
     """Raise JobError if the algorithm can't use the optimizer.
 
-    Algorithms that replace the local step need plain SGD. SparseAdam does not support dense
-    gradients, which some algorithms exchange.
+    Custom algorithms and those that replace the local step need plain SGD. SparseAdam does not
+    support dense gradients, which some algorithms exchange.
     """
     name = parts.job.algorithm.name
     if not takes_local(name):
@@ -343,6 +356,8 @@ def check_method(parts: JobParts, optimizer: torch.optim.Optimizer) -> None:
 
 def decay(vector: ModuleParameters, optimizer: torch.optim.Optimizer, row: int = 0) -> None:
     """Add SGD's weight decay, weight_decay · x, to the flat gradients of one local node.
+
+    Parameters without a gradient get none, as in torch.
 
     :param vector: flat parameters x and gradients g
     :param optimizer: optimizer whose groups contain ``weight_decay``
@@ -368,8 +383,11 @@ def first_rate(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
 
 
 def learning_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) -> float:
-    """Return the learning rate of step ``index``.
+    """Return the learning rate of the optimizer's first group.
 
+    :param algorithm: name of the algorithm
+    :param optimizer: the optimizer
+    :param index: number of the step, for the message
     :raises JobError: if the algorithm needs one learning rate and the groups have several, or if
         the algorithm divides by the learning rate and the learning rate is 0
     """
@@ -382,7 +400,7 @@ def learning_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) 
     if lr == 0 and algorithm in DIVIDES:
         raise JobError(
             f'algorithm.name = "{algorithm}" divides by the learning rate, which is 0 at step '
-            f"{index}: start the warm-up above 0"
+            f"{index}: keep it above 0, also at the start of a warm-up and at the end of a decay"
         )
     return lr
 
@@ -401,6 +419,9 @@ def unscaled(
     the program has already divided the gradients by it). Without a scaler, the attributes are
     missing.
 
+    :param optimizer: the Gossip optimizer, on which GradScaler sets the attributes
+    :param engine: engine of the node
+    :param vector: flat parameters, whose gradients are divided
     :returns: the rows that skip the local step: (0,), the only node of a loop, if gradients have
         overflowed; otherwise ()
     """

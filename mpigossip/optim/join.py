@@ -60,7 +60,8 @@ def join(
     average of the newest models, and with the averaged optimizer state.
 
     :param folder: folder of the training, on a file system that all members share, with hard links
-    :param model: model with float32, float16 or bfloat16 parameters, equal in all members
+    :param model: model whose trained parameters are float32, float16 or bfloat16; their names and
+        shapes are equal in all members
     :param optimizer: any torch.optim optimizer except LBFGS
     :param chunks: number of chunks of the whole training; the program decides which data belongs to
         a chunk
@@ -80,8 +81,9 @@ def join(
     :raises FolderUnreachable: if the folder's file system fails for more than ten seconds before
         the loop. Inside the loop, the limit is the lease, and the loop ends instead with
         ``finished`` false: exit with code 75, so that a batch script requeues the job
-    :raises JobError: if the model or ``chunks`` differ from the folder's, if the folder belongs to
-        something else, or if its file system has no hard links
+    :raises JobError: if an argument is invalid, if the training in the folder has another model or
+        number of chunks, if the folder belongs to something else, or if its file system has no hard
+        links
     """
     world = world or SingleProcess()
     folder, disk = Path(folder), RecordStore(Path(folder), shared)
@@ -117,7 +119,10 @@ def join(
 
 
 def _check_ranks(world: World) -> None:
-    """Raise JobError unless all ranks of the world are one node, and torch.distributed has them."""
+    """Raise JobError unless the ranks of the world are one node.
+
+    A world of one rank is rejected if torch.distributed joins processes.
+    """
     if world.size > 1 and world.nodes.per_node < world.size:
         raise JobError(
             f"world has {world.size} ranks, which form {world.nodes.count} nodes, but a member is "

@@ -107,7 +107,9 @@ class LoopNode:
         initial_sync.check_equal(world, [*initial_sync.settings_of(self.job), *self._facts])
         check_rounds(self.job, self.graph, world)
         self.catch_failure: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Context manager that a rank failure exits without an error, if the node survives it."""
+        """Function that returns a context manager, whose block ends without an error after a rank
+        failure that the node survives.
+        """
         self._open()
         initial_sync.broadcast_model(world, model)
         self.keeps: dict[str, Any] = {}
@@ -233,7 +235,12 @@ class LoopNode:
         self.engine.restore_counters(numbers)
 
     def lay_out(self) -> None:
-        """Create the engine, and the flat parameters of the model as it is now; collective."""
+        """Create the engine, and the flat parameters of the model as it is now; collective.
+
+        :raises JobError: if DDP or FSDP was applied to the model in a way that Gossip does not
+            support, if the layouts of the ranks differ, or if trained parameters were added after
+            Gossip was created
+        """
         wrappers.check_late(self.model, self.world)
         facts = self._facts
         self._facts = initial_sync.layout(self.model)
@@ -254,7 +261,10 @@ class LoopNode:
         self.laid_out = True
 
     def check_known(self) -> None:
-        """Raise JobError if parameters joined model or optimizer after Gossip was created."""
+        """Raise JobError if trained parameters were added to the model after Gossip was created.
+
+        The checks of :func:`~mpigossip.optim.inner.check` are repeated, too.
+        """
         check(self.model, self.inner)
         new = [(n, p) for n, p in self.model.named_parameters() if id(p) not in self.known]
         if late := [n for n, p in new if p.requires_grad]:
@@ -273,7 +283,7 @@ class LoopNode:
     def restart_exchanges(self) -> None:
         """Open the mixer again, with no exchange in flight, so that any round may follow.
 
-        Collective over all nodes.
+        A mixer that has exchanged nothing stays open. Collective over all nodes.
         """
         # The rounds of a synchronous mixer must be consecutive.
         waits = self.mixer.synchronous
@@ -359,7 +369,8 @@ class LoopNode:
         If parameters that were frozen require gradients now, the call is collective and replaces
         the flat memory and the engine.
 
-        :raises JobError: if parameters were changed while they were in flight
+        :raises JobError: if parameters were changed while they were in flight, or were added,
+            replaced or converted; or inside averaged() or an asynchronous pause
         """
         self.check_not_paused("step()")
         if any(id(p) not in self.known for g in self.inner.param_groups for p in g["params"]):
@@ -394,7 +405,7 @@ class LoopNode:
         """Copy the gradients to the flat gradients g, unless the algorithm is ``raw``.
 
         The optimizer of a raw algorithm reads ``.grad``. If the algorithm replaces the local step,
-        SGD's weight decay is added to g.
+        or is custom, SGD's weight decay is added to g.
 
         :raises JobError: if the algorithm would move parameters that were frozen after the first
             step
@@ -406,7 +417,7 @@ class LoopNode:
                 if names := self.vector.newly_frozen():
                     raise JobError(
                         f'{parameter_list(names)} are frozen now, and algorithm.name = "{name}" '
-                        'would continue to move them by its own momentum: use algorithm = "dsgd", '
+                        'would continue to move them by its own update: use algorithm = "dsgd", '
                         "whose optimizer does not change frozen parameters"
                     )
                 decay(self.vector, self.inner)

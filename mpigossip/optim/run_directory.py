@@ -30,7 +30,8 @@ def open_run(world: World, job: Job) -> Run:
 
     :param world: all ranks
     :param job: the job; its `run.folder` is the run directory
-    :raises JobError: if the run directory belongs to a run of a job
+    :raises JobError: if the run directory belongs to a run of a job or to a training of members, if
+        another program uses it, or if all of its checkpoints are damaged
     """
     folder = job.run.folder
     world.resources.enter_context(locked(folder, world, "run"))
@@ -46,10 +47,11 @@ def open_run(world: World, job: Job) -> Run:
 
 
 def open_log(run: Run) -> None:
-    """Open the log, unless it is open.
+    """Open the log, unless it is open; collective.
 
+    :param run: the run
     :raises JobError: if there is a checkpoint, and the program has neither called resume() nor
-        loaded a state of its own that is at least as new
+        loaded a state of its own that is at least as new, with the same number of nodes
     """
     if run.newest is not None:
         manifest = read_manifest(run.newest, run.world)
@@ -60,7 +62,14 @@ def open_log(run: Run) -> None:
 
 
 def _check_loaded(run: Run, path: Path, manifest: checkpoint.Manifest) -> None:
-    """Raise JobError unless the program has loaded a state that is at least as new as ``path``."""
+    """Raise JobError unless a state at least as new as ``path``, of equally many nodes, was loaded.
+
+    Otherwise, let the run continue to count from the checkpoint.
+
+    :param run: the run
+    :param path: folder of the newest checkpoint
+    :param manifest: manifest of this checkpoint
+    """
     step = run.node.engine.index
     n = run.node.mixer.n
     if step < manifest.step or manifest.n != n:
@@ -88,10 +97,11 @@ def add_metrics(run: Run, step: int | None, figures: Mapping[str, Any]) -> None:
     """Add metrics to a step that is not written yet.
 
     :param run: the run
-    :param step: number of the step, counted from 0; None: the last step, or the first one if there
+    :param step: number of the step, counted from 0; None: the last step, or the next one if there
         is none yet
     :param figures: numbers, or tensors of one number, by name
-    :raises JobError: if the step has been written, or if the log measures a metric itself
+    :raises JobError: if the step has been written or is later than the next one, or if a name is
+        invalid or the log measures the metric itself
     """
     done = run.node.engine.index if run.begun else None
     open_steps = [] if done is None else [done - 1] * (run.last is not None) + [done]

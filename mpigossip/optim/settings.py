@@ -61,7 +61,7 @@ def settings(
     :param mixer: name of the mixer
     :param folder: run directory; None: no files are written
     :param options: further options by their plain names
-    :raises JobError: with one message for each problem
+    :raises JobError: if arguments or options are invalid, or do not go together
     """
     is_graph = graph is not None and not isinstance(graph, str)
     if is_network(algorithm) or algorithm in graphs.BUILDERS.keys() - algorithms.BUILDERS.keys():

@@ -42,7 +42,8 @@ def write_optimizer(
 ) -> str:
     """Return the optimizer's state as JSON, and put its tensors into ``arrays``.
 
-    Collective over ranks between which parameters are sharded; all of them get the full state.
+    Collective over ranks between which parameters are sharded; all of them get the full state,
+    except for tensors that go to ``shards``.
 
     :param optimizer: the torch optimizer
     :param model: its model, for the names of parameters
@@ -50,6 +51,7 @@ def write_optimizer(
     :param shards: dict that tensors which are sharded like their parameters are added to instead of
         being gathered, by the key of the state and the name of the parameter; None: all are
         gathered
+    :raises JobError: if a checkpoint can't contain a value of the state
     """
     state = optimizer.state_dict()
     names = _names(optimizer, model)
@@ -187,9 +189,12 @@ def put_back(optimizer: torch.optim.Optimizer, copies: Inner) -> None:
 def average_state(world: World, mixer: Mixer, optimizer: torch.optim.Optimizer) -> list[str]:
     """Average the optimizer's state over nodes; collective.
 
-    As for the momentum and moments of a job, this applies to tensors that have the shape of their
-    parameter and that exist on all nodes.
+    As for the momentum and moments of a job, this applies to floating-point tensors that have the
+    shape of their parameter and that exist on all nodes.
 
+    :param world: all ranks
+    :param mixer: mixer between the nodes
+    :param optimizer: the torch optimizer
     :returns: keys of the averaged tensors
     """
     tensors = {
@@ -218,7 +223,7 @@ class SavedRank(NamedTuple):
     """Kept objects, which the program has passed to `keep()`, as JSON by name."""
 
     def digests(self) -> dict[str, str]:
-        """Return a digest of each kept object."""
+        """Return a digest of each kept object, by the name of the object."""
         digests = {}
         for name, saved in self.kept.items():
             sha = hashlib.sha256(json.dumps(saved).encode())
@@ -332,7 +337,13 @@ def load_kept(saved: NodeState, rank: int, keeps: Mapping[str, Any], draws: bool
 
 
 def dropped_ranks(saved: NodeState, now: int) -> list[str]:
-    """Return a message about state that is lost if the number of ranks per node has changed."""
+    """Return a message about state that is lost if the number of ranks per node has changed.
+
+    The list is empty if it has not.
+
+    :param saved: state of the node
+    :param now: present number of ranks per node
+    """
     before = int(saved.numbers.get("ranks", 1))
     if before == now:
         return []

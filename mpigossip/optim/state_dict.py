@@ -62,7 +62,7 @@ def load(
 ) -> list[str]:
     """Load a state dict into the inner optimizer, and the model's parameters into the model.
 
-    :param inner_state: state dict of the inner optimizer
+    :param inner_state: state dict of the inner optimizer; missing settings are added to it
     :param entry: the entry "gossip", a :func:`state`; None: there is none
     :param inner: the inner optimizer
     :param model: the model
@@ -70,6 +70,7 @@ def load(
     :returns: messages to report about settings
     :raises JobError: if the entry does not belong to this model
     :raises StoreError: if the state belongs to another optimizer
+    :raises ValueError: as in torch, if the parameter groups have other sizes
     """
     if entry is not None:
         _check(entry, flat)
@@ -131,9 +132,10 @@ def _array(name: str, array: Any, size: int, kind: torch.dtype = torch.float32) 
 
 
 def check_step(world: World, entry: dict[str, Any] | None) -> None:
-    """Raise JobError on all nodes if they have loaded states of different steps; collective.
+    """Raise JobError on all nodes unless all have loaded states of the same step, or none.
 
     The "latest" checkpoints of frameworks differ if a job was killed between two ranks' saving.
+    Collective.
 
     :param world: all ranks
     :param entry: :func:`state` that this rank has loaded; None: it has loaded none

@@ -42,8 +42,10 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, world: World | Non
     :param optimizer: its optimizer
     :param world: all ranks; if its nodes have several ranks, the model must be in DDP over the
         ranks of its node, or sharded between them by `fully_shard`; None: no nodes of several ranks
-    :raises JobError: if the optimizer was wrapped by a framework or averages by itself, or if the
-        model is joined over ranks of other nodes, or over only some ranks of its node
+    :raises JobError: if the optimizer was wrapped by a framework, or joins ranks itself; if DDP or
+        `fully_shard` joins the model over ranks of other nodes, or over only some or none of the
+        ranks of its node; if the model is in FSDP1; or if only some of its trained parameters are
+        sharded
     """
     kind = type(optimizer)
     home = kind.__module__.partition(".")[0]
@@ -78,8 +80,8 @@ def _node(world: World | None) -> list[int]:
 def check_late(model: nn.Module, world: World | None = None) -> None:
     """Check for DDP or FSDP that was applied after Gossip was created.
 
-    This inspects all objects of the interpreter, so it is called only when the flat parameters are
-    created.
+    If torch.distributed is initialized, this inspects all objects of the interpreter, so it is
+    called only when the flat parameters are created.
 
     :param model: the model of the program, whose gathered parameters are freed
     :param world: as in :func:`check`
@@ -95,6 +97,7 @@ def check_late(model: nn.Module, world: World | None = None) -> None:
 
 
 def _check_groups(wrappers: Iterable[DistributedDataParallel], world: World | None) -> None:
+    """Raise JobError if DDP averages over other ranks than the ranks of this node."""
     for wrapper in wrappers:
         group = wrapper.process_group
         node = _node(world)

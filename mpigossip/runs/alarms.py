@@ -37,7 +37,9 @@ class Straggler:
         self._warned: set[int] = set()
 
     def see(self, first: int, rows: Rows) -> list[str]:
-        """Return a warning for each node that has become slow in the given steps.
+        """Return a warning for each node that has been slow for long enough.
+
+        A node is reported once, and again only if it was not slow in the rows of a call in between.
 
         :param first: number of the first step in ``rows``
         :param rows: columns of the log for these steps
@@ -70,8 +72,8 @@ class Straggler:
         return (
             f"node {node}{host} is a straggler at step {step}: {mean[node]:.3g} s of compute "
             f"per step, {mean[node] / median:.1f} x the median of {len(mean)} nodes, for "
-            f"{self._slow_s[node]:.0f} s; all nodes wait for it (possible causes: heat, another "
-            "job, a slow data disk)"
+            f"{self._slow_s[node]:.0f} s; the nodes of a synchronous run wait for it (possible "
+            "causes: heat, another job, a slow data disk)"
         )
 
 

@@ -30,13 +30,17 @@ class Hook:
     """
 
     def start(self, progress, assembly) -> None:
-        """Prepare for the first step.
+        """Prepare for the first step, or for the first one after a rank failure.
 
-        :param assembly: the parts of the job (model, data, graph)
+        :param progress: progress of the run
+        :param assembly: parts of the job (model, data, graph); for a custom loop, its `LoopNode`
         """
 
     def step(self, progress, record: StepMetrics) -> None:
-        """Process ``record``, the metrics of the step that has just been made."""
+        """Process ``record``, the metrics of the last step.
+
+        In a custom loop, this is called when the next step begins, or at the end of the run.
+        """
 
     def evaluation(self, progress, step: int, result: Evaluation) -> None:
         """Process the ``result`` of an evaluation that was made after ``step`` steps."""
@@ -44,8 +48,8 @@ class Hook:
     def wants_stop(self, done: int) -> bool:
         """Return whether the run should end now, after ``done`` steps.
 
-        The result must be equal on all ranks. The method is called after each step. If the nodes
-        are asynchronous, it is called only when they write the log.
+        The result must be equal on all ranks. The method is called after each step, until a hook
+        has returned True. If the nodes are asynchronous, it is called only when they write the log.
         """
         return False
 
@@ -139,7 +143,8 @@ def named_hooks(names: Sequence[str], world: World) -> list[Hook]:
 
     :param names: names in `HOOKS`, or "package.module:factory"
     :param world: ranks of the run, which each factory gets as its argument
-    :raises JobError: on all ranks, if a name is unknown, or if a factory raises an error
+    :raises JobError: on all ranks, if a name is unknown, or if a factory raises an error or returns
+        no Hook
     """
     with world.raise_together(JobError):
         return [_build_hook(name, world) for name in names]

@@ -98,10 +98,12 @@ class JobNode:
         """Check that the settings assign the same samples to each node as at the checkpoint.
 
         The check compares digests of the partition, which assigns samples to nodes. It is skipped
-        if the number of nodes or the settings of the data have changed, because the partition then
-        has to differ. It is also skipped for checkpoints of earlier versions, which contain no
-        digest.
+        if the number of nodes, the seed or the settings of the data have changed, because the
+        partition may then differ. It is also skipped for checkpoints of earlier versions, which
+        contain no digest.
 
+        :param manifest: manifest of the checkpoint
+        :param path: folder of the checkpoint
         :raises StoreError: if the settings are equal, but the partition differs
         """
         saved = manifest.meta.get(PARTITION_KEY)
@@ -235,12 +237,13 @@ class JobNode:
             progress.warn(
                 f'the test metric "{name}" is {value} at step {self.engine.index}{first}: its sum '
                 "is "
-                "not a number, or its count over the whole test set is 0"
+                "not finite, or its count over the whole test set is 0; check the model's outputs "
+                "and the metric"
             )
 
 
 def _partition_settings(job: Job) -> tuple[dict[str, Any], int]:
-    """Return the settings on which the partition of the data depends."""
+    """Return the settings of `[data]` on which the partition of the data depends, and the seed."""
     data = config.as_dict(job)["data"]
     return {key: data[key] for key in data.keys() - NOT_OF_PARTITION}, job.run.seed
 
@@ -273,6 +276,7 @@ def train(node: JobNode, newest: Path | None = None, hooks: Sequence[Hook] = ())
 
 
 def _steps(node: JobNode, run: Run) -> dict[str, Any]:
+    """Make the steps, evaluations and checkpoints of a job, and end its run; return the summary."""
     interval = node.job.checkpoint.every_steps
 
     def between(_: Any = None) -> None:
@@ -305,7 +309,10 @@ def _steps(node: JobNode, run: Run) -> dict[str, Any]:
 def _summary_of(folder: Path, world: World) -> dict[str, Any] | None:
     """Return the summary of a finished run from its log, and print it again.
 
-    Return None if the run was killed before it wrote a summary.
+    Return None if the log has no summary of a finished run, as after a kill before the summary.
+    Collective.
+
+    :raises JobError: on all ranks, if the log can't be read
     """
     summary = None
     with world.raise_together(StoreError):

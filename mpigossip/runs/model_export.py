@@ -4,7 +4,8 @@ The model of a round of members is exported in the same form.
 
 The arrays have the names of the model's own ``state_dict()``. Parameters and the statistics of
 normalization layers are averaged in float64, in the order of nodes. Evaluations compute the average
-in the same way, so the exported values are bitwise identical to the values that were evaluated.
+in the same way, so the exported parameters are bitwise identical to the parameters that were
+evaluated at the same step.
 """
 
 import re
@@ -59,7 +60,8 @@ def export(
         written to several files with an index. None: one file
     :return: a text for the terminal: a description of the file, and lines of Python that load it
     :raises StoreError: if ``out`` has another suffix, if ``most`` is given for a file for
-        ``torch.load``, if the node does not exist, or if the checkpoint is damaged
+        ``torch.load``, if the node does not exist, if the checkpoint is damaged, if its nodes have
+        different models, or if the model that ``trust_model`` builds lacks an array
     """
     _check_suffix(out)
     manifest = checkpoint.read_manifest(path)
@@ -92,7 +94,8 @@ def export_round(
     :param place: number of the place
     :param number: number of its round; None: the newest one whose model is stored
     :param most: largest number of bytes of the tensors in a safetensors file; None: one file
-    :raises StoreError: if there is no such round, or if its model is missing or damaged
+    :raises StoreError: if ``out`` has another suffix, if ``most`` is given for a file for
+        ``torch.load``, if there is no such round, or if its model is missing or damaged
     """
     _check_suffix(out)
     disk = RecordStore(folder, shared=True)
@@ -142,7 +145,7 @@ def _round_of(disk: RecordStore, place: int, number: int | None) -> Round:
 
 def _check_suffix(out: Path) -> None:
     if out.suffix not in SUFFIXES:
-        raise StoreError(f'--out "{out}": the name must end in .safetensors or .pt')
+        raise StoreError(f'--out "{out}": the name must end in .safetensors, .pt or .pth')
 
 
 @contextmanager
@@ -159,6 +162,7 @@ def _tensors_of(readers: Sequence[NodeReader]) -> list[Tensor]:
 
     Buffers of integers can't be averaged; they are taken from the first node.
 
+    :param readers: open files of the nodes
     :raises StoreError: if nodes have different models
     """
     first = readers[0]
@@ -250,6 +254,8 @@ def _completed(
     model of the job is built again to get them. If this host lacks its data or its code, only the
     arrays of the checkpoint are returned. Otherwise, the note is "".
 
+    :param manifest: manifest of the checkpoint
+    :param values: arrays of the checkpoint by name
     :raises StoreError: if the model has no array of the same size for a name in the checkpoint
     """
     tensors = _tensors(values)
@@ -287,7 +293,16 @@ def _write(
     about: dict[str, str],
     most: int | None,
 ) -> list[Path]:
-    """Write tensors to ``out``, or to several files and an index; return the paths."""
+    """Write tensors to ``out``, or to several files and an index; return the paths.
+
+    :param tensors: the tensors
+    :param out: file that the user has named
+    :param job: job as TOML, for the metadata
+    :param step: step of the model, for the metadata
+    :param about: further entries of the metadata
+    :param most: largest number of bytes of the tensors in a file; None: one file
+    :raises StoreError: if ``most`` is given for a file for ``torch.load``, or if writing fails
+    """
     if out.suffix == SUFFIX:
         metadata = {"format": "pt", "job": job, "step": str(step), **about}
         return tensor_files.write(out, tensors, metadata, most)

@@ -53,7 +53,7 @@ class Node(Protocol):
 
     @property
     def assembly(self) -> Any:
-        """The parts of the job (model, data, graph), which hooks get at the start."""
+        """The parts of the job (model, data, graph), or a custom loop's node, for hooks."""
 
     @property
     def shift(self) -> int:
@@ -69,8 +69,8 @@ class Node(Protocol):
     ) -> tuple[dict[str, np.ndarray], dict[str, Number]]:
         """Return arrays and numbers that only this kind of node saves; collective.
 
-        Only the first process of a node returns values, unless each process of the node writes its
-        own file.
+        They are used only in the first process of a node, unless each process of the node writes
+        its own file.
 
         :param row: index of the local node
         :param world: world of the run; if one of its ranks fails to collect values, all of its
@@ -94,8 +94,10 @@ class Node(Protocol):
         """
 
     def check_saved(self, manifest: Manifest, path: Path) -> None:
-        """Check that the run can continue from the checkpoint in ``path``; not collective.
+        """Check that the run can continue from a checkpoint; not collective.
 
+        :param manifest: manifest of the checkpoint
+        :param path: folder of the checkpoint
         :raises StoreError: if it can't
         """
 
@@ -125,9 +127,9 @@ class Node(Protocol):
         """
 
     def restore_step_extras(self, saved: Any, world: World) -> list[str]:
-        """Restore a result of :meth:`copy_step_extras`; return the names of the restored values.
+        """Restore a result of :meth:`copy_step_extras`; collective over ``world``.
 
-        If all nodes have a copy, the values are averaged over the nodes.
+        Values that all nodes have are averaged over the nodes. Return their names.
         """
 
     def close(self, together: bool) -> None:
@@ -180,8 +182,8 @@ def _any_rank_ended(ended: bool, group: Group) -> bool:
 def closing(node: Node, world: World) -> Iterator[None]:
     """Return a context manager that closes the node when its block ends.
 
-    If an exception that does not occur on all ranks ends the block, only this rank's resources are
-    released.
+    If an exception that does not occur on all ranks ends the block, or if a rank has failed, only
+    this rank's resources are released.
     """
     try:
         yield

@@ -113,11 +113,11 @@ def _gossips(engine: Engine) -> bool:
 
 
 def _graph(graph: Graph) -> str:
-    """Describe a graph in a line: degree, period, and how fast nodes reach their average.
+    """Describe a graph in a line: degree, period, and mostly how fast nodes reach their average.
 
     The speed is the number of rounds to the exact average; if rounds never compute it, the speed is
-    the spectral gap. If columns of W(t) do not sum to one, the line says that the mean over nodes
-    drifts.
+    the spectral gap. It is left out for large graphs and for "ceca". If columns of W(t) do not sum
+    to one, the line says that the mean over nodes drifts.
     """
     if graph.n == 1:
         return "one node: nothing to average"
@@ -145,7 +145,7 @@ def _graph(graph: Graph) -> str:
 
 
 def _exchange(engine: Engine, graph: Graph, node: NodeSection, world: World) -> str:
-    """Return a text on the transports by which the first local node reaches its neighbours."""
+    """Return a text on the transports by which the first local node receives messages."""
     receiver = engine.mixer.local_nodes[0]
     wire = node.wire
     over = "" if wire == "fp32" else f", {wire} on the wire"
@@ -182,9 +182,10 @@ def _listed(nodes: list[int]) -> str:
 
 
 def _traffic(engine: Engine, graph: Graph, world: World) -> str:
-    """Return a text on the bytes that a node sends per exchange, and that an all-reduce would send.
+    """Return a text on the bytes that a node sends per exchange; "none" if there is one node.
 
-    Both are means over the rounds of a period of the graph.
+    They are a mean over the rounds of a period of the graph, but over `ROUNDS` rounds at most. If
+    the method has exchanges with neighbours, the bytes that an all-reduce would send are added.
     """
     n = graph.n
     method = engine.method
@@ -212,13 +213,16 @@ def _traffic(engine: Engine, graph: Graph, world: World) -> str:
         else ""
     )
     vectors = pluralize(method.vectors, "vector")
-    return f"{format_bytes(average)} per node and {when} ({vectors}){_state(engine, graph)}{ratio}"
+    state = _state(engine, graph, per)
+    return f"{format_bytes(average)} per node and {when} ({vectors}){state}{ratio}"
 
 
-def _state(engine: Engine, graph: Graph) -> str:
-    """Return a text on the bytes that a node sends to average arrays of the local step.
+def _state(engine: Engine, graph: Graph, per_node: int) -> str:
+    """Return a text on the bytes that a node sends to average arrays of its local step.
 
     If no array is averaged, return "".
+
+    :param per_node: number of ranks of a node, each of which sends its part of the arrays
     """
     averages = engine.averages
     if averages is None:
@@ -230,11 +234,13 @@ def _state(engine: Engine, graph: Graph) -> str:
         rounds = range(min(graph.period or ROUNDS, ROUNDS))
         node = mixer.local_nodes[0]
         sent = [bytes_per_exchange(graph, averages.kind, t, node, nbytes) for t in rounds]
-        texts.append(f"{format_bytes(float(np.mean(sent)))} every {period} steps for {name}")
+        average = per_node * float(np.mean(sent))
+        texts.append(f"{format_bytes(average)} every {period} steps for {name}")
     return f", and {', '.join(texts)}"
 
 
 def _memory(progress: Progress, trainer: Trainer, world: World) -> int:
+    """Return the number of bytes of memory of a node, without activations."""
     mixer = trainer.mixer
     replicas = trainer.replicas
     state = sum(

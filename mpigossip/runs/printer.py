@@ -131,7 +131,8 @@ class Printer(Hook):
         """Return the line about a step: progress, loss, speed, remaining time and exchange time.
 
         The exchange time is shown as a fraction of the time of a step. Loss, speed and this
-        fraction are averaged over the last `WINDOW` steps.
+        fraction are averaged over the last `WINDOW` steps. On a terminal, metrics that do not fit
+        into the line are left out.
         """
         first = self._recent[0][0]
         last = self._recent[-1][0]
@@ -184,7 +185,8 @@ class Printer(Hook):
     def _row(self, progress, step: int, result: Evaluation) -> list[tuple[str, str]]:
         """Return a row of the table of evaluations as pairs (column, text).
 
-        The column "local" is the task's first metric, as a mean over the nodes' own models.
+        The column "local" is the task's first metric, or the loss if it has no metric, as a mean
+        over the nodes' own models.
         """
         losses = [loss for loss in self._losses if loss == loss]
         self._losses = []
@@ -226,7 +228,8 @@ class Printer(Hook):
     def _writing(self) -> Iterator[None]:
         """Return a context manager for writing to the stream, which is flushed at its end.
 
-        After an error, such as a full disk, this object prints nothing more, and the run continues.
+        After an error of standard output, such as a full disk, this object prints nothing more, and
+        the run continues. Other errors are raised.
         """
         try:
             yield

@@ -39,8 +39,7 @@ class Progress:
     about: Callable[[], Sequence[tuple[str, str]]] = tuple
     """Function that returns the overview at the start of the run, as pairs (label, text)."""
     asked: int = 0
-    """Number of nodes with which the run was started; larger than ``nodes`` after a rank
-    failure."""
+    """Number of nodes with which this attempt began; larger than ``nodes`` after a rank failure."""
     first_step: int = 0
     """Number of the step at which this attempt began."""
     shift: int = 0

@@ -104,6 +104,8 @@ class Recorder(Hook):
         """Return the virtual clock of the job, or None if `clock.network` is "none"; collective.
 
         If the run was resumed, the clock starts at the last virtual time in its log.
+
+        :raises JobError: on all ranks, if the log can't be read or the clock can't be created
         """
         if progress.job.clock.network == OFF:
             return None
@@ -264,7 +266,11 @@ class Recorder(Hook):
         return merged
 
     def _write_or_begin(self, gathered: list, evaluations: list[dict]) -> None:
-        """Append gathered records to the log on rank 0; if the log was removed, begin a new one."""
+        """Append gathered records to the log on rank 0; begin a new log if it was removed.
+
+        :param gathered: for each node, its columns of the log and its evaluations
+        :param evaluations: rows of the evaluations, which are equal on all ranks
+        """
         try:
             self._write(gathered, evaluations)
         except LogGone as gone:

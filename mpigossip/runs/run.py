@@ -35,10 +35,11 @@ of the program continues."""
 
 
 def nodes_requested(manifest: checkpoint.Manifest) -> int:
-    """Return the number of nodes with which the run of a checkpoint was started.
+    """Return the number of nodes with which the attempt that wrote a checkpoint was started.
 
     The checkpoint may have fewer nodes, because nodes may have failed.
 
+    :param manifest: manifest of the checkpoint
     :raises StoreError: if the manifest contains no valid number
     """
     count = manifest.meta.get("asked", manifest.n)
@@ -70,8 +71,8 @@ class State(Enum):
 class Run:
     """One attempt at a run, which writes the run directory: log, checkpoints and summary.
 
-    It starts at step 0 or at a checkpoint. The record of the last step is kept until
-    :meth:`close_step`, so that a program can add metrics to it.
+    The record of the last step is kept until :meth:`close_step`, so that a program can add metrics
+    to it.
 
     Synchronous nodes write the log after equal numbers of steps. Asynchronous nodes write it in a
     collective call, which each of them makes after ``log.flush_steps`` of its own steps; they
@@ -111,7 +112,7 @@ class Run:
         self.tally = Tally()
         self._before_s = 0.0
         self.last: StepMetrics | None = None
-        """Record of the last step, which is not yet passed to the hooks."""
+        """Record of the last step, if it is not yet passed to the hooks; otherwise None."""
         self.figures: dict[int, dict[str, float]] = {}
         """Metrics that the program has logged, by step and name. Metrics with the key -1 belong to
         the next step that is recorded."""
@@ -135,7 +136,7 @@ class Run:
 
     @property
     def begun(self) -> bool:
-        """Return whether the log has been opened."""
+        """True once the log has been opened."""
         return self.state is not State.READY
 
     @property
@@ -149,6 +150,8 @@ class Run:
         """Restore the node from the newest checkpoint; collective.
 
         Return the step at which the run continues, 0 without a checkpoint.
+
+        :raises UserError: on all ranks, if the checkpoint is damaged or does not fit the run
         """
         path = self.newest
         self.newest = None
@@ -223,6 +226,8 @@ class Run:
 
     def record_step(self, record: StepMetrics, samples: int | None = None) -> None:
         """Keep the metrics of a step until :meth:`close_step`, and ask the hooks whether to stop.
+
+        Asynchronous nodes also write the log here, every ``log.flush_steps`` steps.
 
         :param record: metrics of the step
         :param samples: number of samples of the step over all nodes; None: use the metric
@@ -362,7 +367,10 @@ class Run:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Copy the state after the current step; a thread writes it as a checkpoint. Collective."""
+        """Copy the state after the current step; a thread writes it as a checkpoint. Collective.
+
+        While some nodes have ended their loops, nothing is written.
+        """
         # Nodes that have ended their loops can't take part now: `finish` writes the checkpoint.
         if self.state is not State.PARTLY_ENDED:
             self._save()
@@ -460,7 +468,14 @@ class Run:
             self.state = State.ENDED
 
     def finish(self) -> None:
-        """Save the last step, unless it is saved already, and write the summary; collective."""
+        """Save the last step, unless it is saved already, and write the summary; collective.
+
+        If the run has not begun or has ended, nothing is done.
+
+        :raises JobError: if synchronous nodes have made different numbers of steps. Files that
+            can't be written raise it, too, unless a setting `on_error` is "continue"
+        :raises NonFiniteError: if the state has infinite or NaN values
+        """
         if not self.is_open:
             return
         node = self.node
@@ -487,7 +502,9 @@ class Run:
     def _summary(self, index: int) -> dict[str, Any]:
         """Return the summary of the whole run on rank 0, elsewhere {}; collective.
 
-        Metrics that programs log are averaged over nodes.
+        Metrics that programs log are averaged over the ranks that have logged them.
+
+        :param index: number of steps of the last checkpoint
         """
         node = self.node
         progress = self.progress

@@ -65,6 +65,8 @@ class Saver:
         :param states: pairs (number of a node, its state). The states must not change until
             `finish` has returned
         :param meta: further entries of the manifest
+        :raises JobError: as :meth:`finish`, for the last checkpoint or for this one
+        :raises NonFiniteError: on all ranks, if a node had such values in the last checkpoint
         """
         self.finish()
         folder = None
@@ -88,7 +90,7 @@ class Saver:
 
         :param done: number of steps done; nothing new begins unless it is a multiple of `LAG`
         :raises JobError: on all ranks, if the files could not be written and `checkpoint.on_error`
-            is "stop"
+            is "stop", unless the folder was removed meanwhile
         :raises NonFiniteError: on all ranks, if a node has infinite or NaN values
         """
         now = self._now
@@ -107,7 +109,7 @@ class Saver:
         """Wait until the checkpoint that is being written is complete; collective.
 
         :raises JobError: on all ranks, if it could not be written and `checkpoint.on_error` is
-            "stop"
+            "stop", unless its folder was removed meanwhile
         :raises NonFiniteError: on all ranks, if a node has infinite or NaN values
         """
         now = self._now
@@ -129,7 +131,10 @@ class Saver:
         self._now = None
 
     def _gather(self, now: _Writing) -> None:
-        """Gather the manifest's entries on rank 0, whose thread then completes the checkpoint."""
+        """Gather the manifest's entries on rank 0, whose thread then completes the checkpoint.
+
+        Collective; this raises the errors of :meth:`finish`.
+        """
         try:
             written: tuple[Sequence[Entry], Any] = (now.files.result(), None)
         except (OSError, StoreError, NonFiniteError) as exception:
@@ -199,6 +204,10 @@ class Saver:
 
 
 def _write(folder: Path, states: Sequence[tuple[int, NodeState]]) -> list[Entry]:
+    """Write the states of nodes, and return their entries.
+
+    :raises NonFiniteError: before one is written, if a state has infinite or NaN values
+    """
     for node, state in states:
         if problem := state.not_finite():
             raise NonFiniteError(f"node {node} has {problem}")

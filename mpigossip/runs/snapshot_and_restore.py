@@ -1,8 +1,8 @@
 """State of a node as named arrays and numbers: snapshots in memory, and restoring from checkpoints.
 
-If the run has the same number of nodes and slots and the same method as the checkpoint, each node
-gets its saved state, and the run resumes exactly. Otherwise, all nodes begin with the exact average
-of the saved nodes.
+If the run has the same number of nodes and the same method as the checkpoint, and
+`Node.resumes_exactly` is true, each node gets its saved state. Otherwise, all nodes begin with the
+exact average of the saved nodes.
 """
 
 import tomllib
@@ -176,7 +176,7 @@ def read_manifest(path: Path, world: World) -> Manifest:
 
     :param path: folder of the checkpoint
     :param world: ranks of the run
-    :raises CollectiveError: on all ranks, if rank 0 cannot read the manifest
+    :raises UserError: on all ranks, if rank 0 cannot read the manifest
     """
     manifest = None
     with world.raise_together(UserError):
@@ -196,9 +196,10 @@ def restore(
     :param node: the local nodes
     :param path: folder of the checkpoint
     :param manifest: manifest of this checkpoint
-    :return: whether the run resumes exactly, messages for the user, and the saved counters of the
-        first local node; if the nodes do not take their own states, the counters of node 0
-    :raises CollectiveError: on all ranks, if the checkpoint is damaged or belongs to another model
+    :return: whether the run resumes exactly, messages for the user, and the saved counters: of the
+        first local node, or of node 0 if the number of nodes differs or `Node.resumes_exactly` is
+        false
+    :raises UserError: on all ranks, if the checkpoint is damaged or belongs to another model
     """
     world = node.world
     messages: list[str] = []
@@ -225,7 +226,10 @@ def restore(
 def _first_state(node: Node, path: Path, manifest: Manifest) -> tuple[NodeState, bool]:
     """Read the state whose counters this process continues, and restore these counters.
 
-    :return: the state, and whether the local nodes resume exactly; not collective
+    :param node: the local nodes
+    :param path: folder of the checkpoint
+    :param manifest: manifest of this checkpoint
+    :return: the state, and whether the local nodes can resume exactly; not collective
     :raises StoreError: if the checkpoint is damaged or belongs to another model
     """
     _check_facts(manifest, node.facts, path)
@@ -256,7 +260,7 @@ def read_average(path: Path, manifest: Manifest, world: World) -> dict[str, np.n
     :param path: folder of the checkpoint
     :param manifest: manifest of this checkpoint
     :param world: ranks of the run
-    :raises CollectiveError: on all ranks, if a file is damaged or cannot be read
+    :raises UserError: on all ranks, if a file is damaged or cannot be read
     """
     mean: dict[str, np.ndarray] = {}
     error: UserError | None = None
@@ -317,8 +321,9 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
     """Set each local node to the average of saved or surviving nodes; return messages for the user.
 
     If the state of the algorithm consists only of means of gradients (see `AVERAGED`) that ``mean``
-    contains, it is set to its average, and the saved state of the cadence is restored if it has the
-    same names. Otherwise, both are reset. In any case, the graph starts again at round 0.
+    contains, it is set to its average; otherwise, it is reset, and so is the state of the cadence.
+    In the former case, the saved state of the cadence is restored, if it has the same names and a
+    step was made since it was initialized. The graph starts again at round 0.
 
     :param node: the local nodes
     :param mean: averaged arrays by name, and the numbers "bytes_sent" and, unless the checkpoint
@@ -372,6 +377,9 @@ def _counted(node: Node, sent: Any) -> int:
 def _check_facts(manifest: Manifest, facts: Mapping[str, Any], path: Path) -> None:
     """Check that the manifest contains the numbers that every run saves.
 
+    :param manifest: manifest of the checkpoint
+    :param facts: `Node.facts` of the present run, whose integers have to be in the manifest
+    :param path: folder of the checkpoint, for the message
     :raises StoreError: if a number is missing or not positive, because another program has written
         the checkpoint
     """

@@ -33,7 +33,8 @@ def run(job: Job, world: World, n: int, resume: Path | None) -> dict[str, Any]:
     :param n: number of nodes
     :param resume: checkpoint to continue from; None: start from step 0
     :return: the summary on rank 0, elsewhere {}
-    :raises JobError: on all ranks, if the job has user errors
+    :raises UserError: on all ranks, if the job has user errors, or if the checkpoint is damaged or
+        does not fit the job
     """
     world.timeout_s = job.node.timeout_s
     prepare(job, world)
@@ -49,8 +50,8 @@ def train(job: Job, world: World, n: int | None = None) -> dict[str, Any]:
     :param world: ranks of the run
     :param n: number of nodes; None: the number of nodes that the ranks of ``world`` form
     :return: the summary on rank 0, elsewhere {}
-    :raises JobError: if the job has user errors, or if its run directory contains a run of another
-        job or with another number of nodes
+    :raises UserError: if the job has user errors, if its run directory contains a run of another
+        job or with another number of nodes, or if the checkpoint is damaged
     """
     if message := period_problem(job):
         raise JobError(message)
@@ -66,8 +67,10 @@ def train(job: Job, world: World, n: int | None = None) -> dict[str, Any]:
 
 
 def _nodes(job: Job, world: World) -> int:
-    """Return the number of nodes that the ranks form.
+    """Group the ranks into nodes, and return the number of nodes; collective.
 
+    :param job: the job
+    :param world: ranks of the run
     :raises JobError: on all ranks, if the ranks can't be divided into nodes
     """
     world.timeout_s = job.node.timeout_s
@@ -124,7 +127,7 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
     :param n: number of nodes; None: with MPI, the number of nodes that the ranks form; without MPI,
         the number of nodes of the checkpoint
     :return: the summary on rank 0, elsewhere {}
-    :raises JobError: if the folder contains no run that can be resumed
+    :raises UserError: if the folder has no run that can be resumed, or if overrides are invalid
     """
     with world.raise_together(UserError):
         if not folder.is_dir():
@@ -172,7 +175,7 @@ def _check_is_job(manifest: Manifest, path: Path) -> None:
 def _check_same_job(job: Job, n: int, manifest: Manifest) -> None:
     """Check that a run directory contains a run of this job with this number of nodes.
 
-    If nodes have failed during that run, ``n`` is compared with the number of nodes at its start.
+    If nodes have failed since the last start of that run, ``n`` is compared with their number then.
 
     :param job: the job
     :param n: number of nodes

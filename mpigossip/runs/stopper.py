@@ -123,7 +123,10 @@ class Stopper(Hook):
         return self
 
     def listen(self) -> dict[int, Any]:
-        """Handle the signals, if this is the main thread; return the former handlers."""
+        """Handle the signals, if this is the main thread; return the former handlers.
+
+        In another thread, the result is empty.
+        """
         if threading.current_thread() is not threading.main_thread():
             return {}
         return {number: signal.signal(number, self._request_stop) for number in self.SIGNALS}
@@ -138,7 +141,11 @@ class Stopper(Hook):
             deadline.this_rank.sigterm_time = time.monotonic()
 
     def due(self) -> bool:
-        """Return whether a signal has arrived, or only the reserved time is left."""
+        """Return whether this rank has a reason to stop.
+
+        The reasons are a signal, a time limit of which only the reserved time is left, and those
+        that :meth:`wants_stop` has noticed: the file STOP, and the exit of the launcher's process.
+        """
         self._is_due = self._clock.over() or self._is_due
         return self._is_due
 

@@ -33,11 +33,12 @@ from mpigossip.store.node_state import is_floating, over_slots
 class Stage(Enum):
     """Stage of the local node in its training loop.
 
-    :meth:`Survival.step` changes TRAINING to FAILED if a rank failure is noticed, and then to
-    TRAINING or ALONE. :meth:`Survival.leave` changes the stage to LEAVING. If the
-    loop was left by `exit()`, the stage is TRAINING until the run has ended: all nodes have then
-    left their loops at the same step, so that no node has to continue alone. After a failure, the
-    survivors compare their stages: if any node is LEAVING, the other nodes become ALONE.
+    :meth:`Survival.catch_failure` changes the stage to FAILED if a rank failure is noticed, and
+    :meth:`Survival.step` then changes it to TRAINING or ALONE. :meth:`Survival.leave` changes the
+    stage to LEAVING. If the loop was left by `exit()`, the stage is TRAINING until the run has
+    ended: all nodes have then left their loops at the same step, so that no node has to continue
+    alone. After a failure, the survivors compare their stages: if any node is LEAVING, the other
+    nodes become ALONE.
     """
 
     TRAINING = "in its loop, with all nodes of its world"
@@ -147,9 +148,10 @@ class Survival:
 
     @contextmanager
     def catch_failure(self) -> Iterator[None]:
-        """Return a context manager that ends its block on a rank failure.
+        """Return a context manager that ends its block without an error on a rank failure.
 
-        The next call of :meth:`step` handles the failure.
+        The next call of :meth:`step` handles the failure. The error is raised if MPI is not
+        fault-tolerant, or if :meth:`keep` has made no copy yet.
         """
         try:
             yield
@@ -263,6 +265,10 @@ class Survival:
         return lines
 
     def _mean(self, state: NodeState) -> dict[str, Any]:
+        """Return the arrays of a state, averaged over nodes, for `from_mean`; collective.
+
+        Arrays of integers, and the number of bytes sent, are this node's own.
+        """
         engine = self._node.engine
         mean = dict[str, Any]()
         for name, array in over_slots(state).items():

@@ -105,7 +105,7 @@ class ForkLog(ReplayLog):
             differ from the records
         :param slots: number of slots of each member
         :raises JobError: if the training has not ended or has no rounds after the cut, if the place
-            to leave out does not exist, or if no other place has trained
+            to leave out has no round after the cut, or if no other place has trained
         :raises StoreError: if a record is missing or unusable
         """
         super().__init__(place, slots)
@@ -173,7 +173,10 @@ class ForkLog(ReplayLog):
         return max((self.round(dependency).age for dependency in first), default=0)
 
     def steps(self, version: Version) -> int:
-        """Return the number of steps of a round, because chunks of a fork may have others."""
+        """Return the length of a round, in any unit that all rounds share.
+
+        The unit is a step if the fork changes the number of steps per round, otherwise a chunk.
+        """
         chunks = self.round(version).chunks
         if self.periods is None:
             return chunks
@@ -356,6 +359,10 @@ def blame(folder: Path, cut: int = 0, job: Job | None = None) -> str:
     :param job: your own copy of the job; None: code that the job in the folder names is not
         imported
     :return: a table with the place first that raises the final loss most
+    :raises ReplayMismatch: if the model of an unchanged round differs from its record
+    :raises StoreError: if a record or model that is needed is missing or unusable
+    :raises JobError: if the training can't be repeated, or if fewer than two places have rounds
+        after the cut
     """
     disk = RecordStore(folder, shared=True)
     with SingleProcess() as world:

@@ -62,8 +62,8 @@ def rescaled_turns(
     """Distribute the steps of recorded rounds over rounds with another number of steps.
 
     Each place trains its own recorded steps in their order. A new round takes new/old times as long
-    as the recorded rounds with the same steps. If the last steps of a place are too few for a
-    round, they become a chunk without a turn.
+    as the recorded rounds with the same steps. The last steps of each place, if they are too few
+    for a round, are joined to chunks without a turn.
 
     :param rounds: the recorded rounds, by version
     :param began: for each place, the time at which its first round in ``rounds`` began, in units of
@@ -233,7 +233,10 @@ class ForkSchedule:
         done.append(((turn.time, place), record))
 
     def _start(self, turn: Turn) -> list[Round]:
-        """Set the first record of a turn's place; return the versions that it starts from."""
+        """Set the first record of a turn's place; return the rounds from whose models it starts.
+
+        The list is empty if the place starts from the model that the seed initializes.
+        """
         start = self.recorded_starts[turn.place]
         inputs: list[Round] = []
         if self.progress is None:

@@ -48,10 +48,11 @@ from mpigossip.training.evaluate import Evaluation, evaluate
 from mpigossip.training.rules import check_member
 
 FORMAT = "mpigossip members 2"
+"""Name and version of the file format of a folder that a job begins."""
 LOOP_FORMAT = "mpigossip members 3"
-"""Format of a folder that a program begins: members may write models in several files, which
-programs of earlier versions can't read, so that they would train their chunks again."""
-"""Name and version of the file format."""
+"""Name and version of the format of a folder that a program begins: members may write models in
+several files, which programs of earlier versions can't read, so that they would train their chunks
+again."""
 JOB = "job.toml"
 """Name of the file with the job that all members share."""
 LOOP = "loop.toml"
@@ -94,11 +95,12 @@ def join(
     :param poll_s: seconds after which a member without work reads the folder again
     :param stop: function that returns whether the member has to leave; called after each step
     :return: summary with "finished", which is False if the member was asked to leave, and "places",
-        the numbers of its places; after the end also the metrics, the checkpoint and its digest,
-        otherwise "stop_file", which is True if the folder contains a file STOP. On ranks other than
-        rank 0 of a member, it has the number of the "rank", too
+        the numbers of its places; after the end also the metrics and, once it is written, the
+        checkpoint and its digest; otherwise "stop_file", which is True if the folder contains a
+        file STOP. On ranks other than rank 0 of a member, it has the number of the "rank", too
     :raises JobError: if the user can correct the error, such as a job that members can't train
-    :raises FolderUnreachable: if the file system fails for longer than a lease
+    :raises FolderUnreachable: if the file system fails for longer than a lease, or for ten seconds
+        at the start
     """
     disk = RecordStore(folder, shared)
     own_job = job
@@ -496,7 +498,8 @@ def plan_of(assembly: Assembly, lease_s: float | None = None) -> TrainingPlan:
 def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dict[str, str]:
     """Return the facts on which the exact values of a member's model depend, as text by name.
 
-    The first record of the member's place contains them (`Start.about`).
+    The facts "host" and "pid" only identify the process. The first record of the member's place
+    contains all of them (`Start.about`).
 
     :param names: names of the model's parameters
     :param shapes: shapes of the parameters

@@ -140,7 +140,10 @@ class Member:
         return self.engine.index
 
     def begin(self, states: Sequence[NodeState]) -> None:
-        """Start from the average of some models and of the states of their optimizers.
+        """Start from the average of some models.
+
+        Arrays of the state that are means of gradients or of their squares (`AVERAGED`) are
+        averaged, too; all others are reset.
 
         :param states: models to average; empty: start from the model that the seed initializes
         """
@@ -305,7 +308,8 @@ def steps_of_round(assembly: Assembly) -> int:
 def average(states: Sequence[NodeState]) -> NodeState:
     """Return the mean of ``states``, which are summed in their order.
 
-    Arrays of integers are taken from the first model. Arrays that some model lacks are left out.
+    Counters and arrays of integers are taken from the first model. Arrays that some model lacks are
+    left out.
 
     :param states: models with equal parameter layouts, at least one
     """

@@ -171,7 +171,10 @@ def for_ranks(job: Job, world: World) -> Job:
 
 
 def _divided(job: Job, ranks: int) -> Job:
-    """Return the job with its slots divided among ``ranks`` ranks."""
+    """Return the job with its slots divided among ``ranks`` ranks.
+
+    :raises JobError: if the number of slots is not a multiple of the number of ranks
+    """
     if job.node.ranks_per_node == ranks:
         return job
     total = shape.slots(job)

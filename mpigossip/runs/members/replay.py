@@ -65,7 +65,9 @@ class ReplayLog:
         self.starts: dict[int, Start] = {}
         """First record of each place."""
         self.rounds: dict[Version, Round | None] = {}
-        """All rounds; None: the record is unusable."""
+        """Record of each round; None: it is missing or unusable. A first record of a place that is
+        missing or unusable is its round 0 here.
+        """
         self.models: dict[Version, Any] = {}
         """Models that are inputs of rounds which have not been repeated yet: each is a `NodeState`,
         or files of it if several ranks have parts of it (`mpigossip.optim.sharded_member`)."""
@@ -269,7 +271,8 @@ class ReplayLog:
         if not equal:
             raise ReplayMismatch(
                 f"round {version.round} of place {version.place} gives another model than "
-                f"its record {record_name(*version)} contains{self._unlike(version.place)}"
+                f"its record {record_name(*version)} contains: the data, the code or a record may "
+                f"have changed{self._unlike(version.place)}"
             )
         if self.uses[version]:
             self.models[version] = state
@@ -362,6 +365,7 @@ def repeat(script: ReplayLog, wanted: Iterable[Version], member: Any) -> str:
     :param wanted: rounds to repeat
     :param member: `Member` that trains them
     :raises ReplayMismatch: if a model differs from its record
+    :raises StoreError: if a record that is needed is missing or unusable
     """
     for version in script.repeating(wanted):
         script.check(version, repeat_round(script, version, member))
@@ -437,7 +441,8 @@ def training_in(disk: RecordStore, job: Job | None) -> Job:
     :param disk: the folder
     :param job: your own copy of the job; None: code that the job in the folder names is not
         imported
-    :raises JobError: if the folder holds no training of a job, another job, or a fork
+    :raises JobError: if the folder holds no training of a job, another job, or a fork, or if its
+        job names code that ``job`` does not name
     """
     if disk.exists(FORK):
         raise JobError(
