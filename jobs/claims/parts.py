@@ -42,7 +42,7 @@ def exact_parts(*, first: Share = 0.0, last: Share = 0.0, total: Positive | None
 
 
 def warm_periodic(*, warm: Count = 0, period: Positive = 16) -> Cadence:
-    """Build a cadence: GLOBAL for ``warm`` steps, then at every ``period``-th step."""
+    """Build a cadence: GLOBAL for ``warm`` steps, then at each ``period``-th; otherwise LOCAL."""
     return fixed_schedule(
         lambda index: (
             ExchangeKind.GLOBAL if index < warm or not (index + 1) % period else ExchangeKind.LOCAL
@@ -171,8 +171,8 @@ def warm_diloco(
 ) -> Algorithm:
     """Build DiLoCo with a warm start.
 
-    In the first ``warm`` steps, the models are averaged. The state of the local step is kept when
-    DiLoCo begins.
+    In the first ``warm`` steps, the models are averaged, if the cadence is GLOBAL in each of them,
+    as "warm-periodic" is. The state of the local step is kept when DiLoCo begins.
 
     :param local: local step
     :param warm: number of steps before DiLoCo begins
@@ -303,7 +303,8 @@ def paced(
     :param slow: probability with which a node is slow in a step
     :param times: factor by which a slow node is slower
     :param draw: seed of the slow steps
-    :param stop: step at which the run is asked to stop; 0: none
+    :param stop: step at which a run on ranks is asked to stop; it must end within `LAG` further
+        steps. In the simulator, no step sleeps, and the run is not asked to stop
     """
     seconds: list[float] = []
     if own := next(iter(launcher_ranks(os.environ)), None):

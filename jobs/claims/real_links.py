@@ -120,6 +120,7 @@ def measure(method: str, link: Link, scratch: Path) -> Line:
     """Run a method on ranks until it reaches the goal; return a line of links.jsonl.
 
     The line contains the measured seconds, and the seconds of the virtual clock for equal steps.
+    The program ends if the losses of the ranks differ from the losses of the simulator.
 
     :param method: label of the method
     :param link: link of the ranks

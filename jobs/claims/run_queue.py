@@ -69,7 +69,7 @@ def lines(path: Path = RUNS) -> list[Line]:
 
 
 def identity(line: Line) -> str:
-    """Return a text that identifies a run among all runs: study, nodes, method, rate and seed."""
+    """Return a text that identifies a run: its cell, method, level, learning rate and seed."""
     keys = ("study", "nodes", "cell", "method", "level", "lr", "seed")
     return json.dumps([line.get(key) for key in keys], sort_keys=True)
 
@@ -113,6 +113,9 @@ def settings(cell: Cell, line: Line) -> list[str]:
 
 def train(line: Line, options: argparse.Namespace) -> Line:
     """Train a run in this process; return its line with metrics and digest.
+
+    The line of a run that diverges has neither. If the run is stopped by a signal, the program
+    ends.
 
     :param line: the run with its settings
     :param options: options of the command line

@@ -72,10 +72,11 @@ def spanning_tree(
 
     :param n: number of nodes
     :param seed: seed of the graph ``over``
-    :param children: number of children of each node
+    :param children: largest number of children of a node, at least 1; not used with ``over``
     :param over: name of a graph whose breadth-first tree from a central node is used; None: a tree
-        with ``children`` per node. The period, 2 · depth, is between the diameter of that graph and
-        twice its diameter
+        that is filled level by level. The period, 2 · depth, is between the diameter of that graph
+        and twice its diameter, if its edges are taken in both directions
+    :raises GraphError: if there is no graph ``over`` for n nodes, or if it is not connected
     """
     if over is None:
         return finite_time.tree([(i - 1) // children for i in range(n)])
@@ -140,8 +141,8 @@ def graph(
     :param seed: seed of graphs that are drawn at random
     :param lazy: return the graph of (I + W)/2 instead of W
     :param options: options of the graph, as in a job; ``slack=κ`` gives κW + (1−κ)I
-    :raises GraphError: if there is no such graph, an option is unknown or has an invalid value, or
-        the given graph does not have n nodes
+    :raises GraphError: if there is no such graph or rule, a file can't be read, an option is
+        unknown or outside its range, or the given graph does not have n nodes
     """
     if isinstance(name, str) and name.startswith("file:"):
         return _finished(from_file(name.removeprefix("file:")), n, weights, lazy, **options)
