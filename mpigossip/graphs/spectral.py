@@ -101,8 +101,8 @@ def consensus_rate(graph: Graph, rounds: int | None = None) -> float:
     """Return the factor by which a round reduces disagreement in the long run.
 
     Let J = 11ᵀ/n, and Π W the product of rounds. For a periodic graph, the factor is ρ(Π W −
-    J)^(1/period), which is 0 if the graph computes the exact average after some rounds. For a graph
-    without a period, it is the estimate ‖Π W − J‖_2^(1/rounds), which depends on the graph's seed.
+    J)^(1/period), which is 0 if one period computes the exact average. For a graph without a
+    period, it is the estimate ‖Π W − J‖_2^(1/rounds), which depends on the graph's seed.
 
     :param graph: graph to examine
     :param rounds: number of rounds of the estimate, not used for a graph with a period; None: four

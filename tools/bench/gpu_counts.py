@@ -392,7 +392,10 @@ def table(counts: dict[str, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    """Read the command line, count, and print the table."""
+    """Read the command line, count, and print the table.
+
+    :raises SystemExit: if a scenario has no result
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--checkout", type=Path, default=HERE.parents[2])
     parser.add_argument("--only", nargs="+", choices=[*SCENARIOS], default=[*SCENARIOS])

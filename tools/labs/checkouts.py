@@ -92,6 +92,7 @@ class Checkout:
     """A folder with the code of the package, and functions that run commands with this code.
 
     :raises ArgumentError: if the folder is not a checkout, or Python imports another package
+    :raises CommandFailed: if Python can't import the package
     """
 
     def __init__(self, folder: Path):
