@@ -16,7 +16,7 @@ A row contains the following keys:
 * `by`: smallest difference between two methods in `order`; default: 0;
 * `alike`: instead of `by`, the largest difference of each method from the first one;
 * `figures`: metrics by which the row is judged; default: the metric that chose the learning rates;
-* `share`: factor by which the metric of the next method is multiplied before the comparison;
+* `share`: by metric, the factor of the next method's value before the comparison;
 * `reaches`: training loss until which bytes are counted.
 """
 

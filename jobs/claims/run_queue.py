@@ -138,7 +138,10 @@ def train(line: Line, options: argparse.Namespace) -> Line:
         with SingleProcess() as world:
             summary = start_and_resume.train(job, world, line["nodes"])
         if not summary["finished"]:
-            sys.exit(f"{identity(line)}: the run was stopped by a signal, so it was not stored")
+            sys.exit(
+                f"{identity(line)}: the run was stopped by a signal, so it was not stored; start "
+                "this program again"
+            )
     except NonFiniteError:
         return line | {"figures": {}, "diverged": True, "digest": None}
     result = RunResult(read(folder / "log.h5"))
@@ -159,7 +162,10 @@ def train(line: Line, options: argparse.Namespace) -> Line:
 
 
 def train_in_child(line: Line, options: argparse.Namespace) -> Line:
-    """Call `train` in a forked process, so that its memory and its signals affect no other run."""
+    """Call `train` in a forked process, so that its memory and its signals affect no other run.
+
+    If the process ends without a result, this program ends, too.
+    """
     fork = multiprocessing.get_context("fork")
     receiving, sending = fork.Pipe(duplex=False)
     child = fork.Process(target=_send, args=(sending, line, options))
@@ -168,7 +174,10 @@ def train_in_child(line: Line, options: argparse.Namespace) -> Line:
     try:
         result = receiving.recv()
     except EOFError:
-        sys.exit(f"{identity(line)}: the run failed or was stopped, so it was not stored")
+        sys.exit(
+            f"{identity(line)}: the run failed or was stopped, so it was not stored; read its "
+            "message above, and start this program again"
+        )
     child.join()
     return result
 

@@ -131,16 +131,17 @@ def graph(
     """Return the graph that ``name`` names or contains, over n nodes.
 
     :param name: name of a graph as in a job, such as "ring"; or "file:PATH" for a file that `graph
-        search` has saved or networkx can read; or a function ``(n, seed, t) -> W(t)``, or its name
-        "module:function"; or a `Graph`, a networkx graph, a mixing matrix (n, n), or a list of
-        matrices or networkx graphs, one for each round
+        search` has saved or networkx can read; or a function ``(n, seed, t) -> W(t)``, or ``(n,
+        seed)`` that returns all rounds, or its name "module:function"; or a `Graph`, a networkx
+        graph, a mixing matrix (n, n), or a list of matrices or networkx graphs, one for each round
     :param n: number of nodes; required if ``name`` is the name of a graph or a function. None: the
         number of nodes of the given graph
     :param weights: rule that replaces the weights of the graph, as `graph.weights` of a job; None:
         the graph keeps its weights
     :param seed: seed of graphs that are drawn at random
     :param lazy: return the graph of (I + W)/2 instead of W
-    :param options: options of the graph, as in a job; ``slack=κ`` gives κW + (1−κ)I
+    :param options: options of the graph, as in a job, or of the function; a function of t needs
+        ``period`` or ``degree``. ``slack=κ`` gives κW + (1−κ)I
     :raises GraphError: if there is no such graph or rule, a file can't be read, an option is
         unknown or outside its range, or the given graph does not have n nodes
     """

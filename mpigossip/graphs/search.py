@@ -141,7 +141,9 @@ def task_of(n: int, degree: int | None, edges: int | None, weights: str) -> Sear
     largest_edges = n * degree // 2
     edges = largest_edges if edges is None else min(edges, largest_edges)
     if degree < min(2, n - 1):
-        raise GraphError(f"no connected graph of {n} nodes has degree {degree}; allow at least 2")
+        raise GraphError(
+            f"no connected graph of {n} nodes has degree {degree}; allow at least {min(2, n - 1)}"
+        )
     if edges < n - 1:
         raise GraphError(
             f"{edges} edges can't connect {n} nodes; allow at least {n - 1} (degree {degree} "
@@ -341,7 +343,7 @@ def search_circulants(
     count = divisors * math.comb(max(0, (n - 1) // 2 - 1), max(0, task.degree // 2 - 1))
     if count > limit:
         raise GraphError(
-            f"{count} circulant graphs of {n} nodes and degree {degree} are more than the limit "
+            f"{count} circulant graphs of {n} nodes and degree {degree} are more than "
             f"limit = {limit}; raise limit, or search all graphs by annealing"
         )
     budget = Budget(None, max(1, count))

@@ -145,7 +145,7 @@ def _call(function: Callable, name: str, options: Mapping[str, Any], **arguments
     """Call a user's function and return its result as a graph.
 
     The function is called with all ``options``, and with those ``arguments`` for which it has
-    parameters.
+    parameters. If it has other parameters without defaults, it gets ``arguments`` by position.
 
     :param function: function of a user
     :param name: name of the function in messages

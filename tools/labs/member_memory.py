@@ -202,7 +202,7 @@ def main() -> None:
         if not options.folder:
             shutil.rmtree(folder, ignore_errors=True)
     if any(codes):
-        sys.exit(f"members ended with the codes {codes}")
+        sys.exit(f"members ended with the codes {codes}: read their errors above")
 
 
 if __name__ == "__main__":
