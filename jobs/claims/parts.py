@@ -73,7 +73,7 @@ def evenly(*, count: Positive = 4, total: Positive | None = None) -> Cadence:
     """Build a cadence: ``count`` GLOBAL steps at equal distances, otherwise LOCAL.
 
     The last step of the run is GLOBAL. If ``count`` does not divide ``total``, the distances differ
-    by one step.
+    by at most one step.
 
     :param count: number of GLOBAL steps
     :param total: number of steps of the run; None: equal to ``count``
@@ -201,7 +201,8 @@ def after_parallel(
 ) -> Algorithm:
     """Build DiLoCo that continues a run of parallel SGD.
 
-    The first ``warm`` steps are bitwise identical to parallel SGD.
+    The first ``warm`` steps are bitwise identical to parallel SGD, if the cadence is GLOBAL in each
+    of them, as "warm-periodic" is.
 
     :param local: local step, such as AdamW
     :param warm: number of steps before DiLoCo begins

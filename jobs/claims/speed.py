@@ -85,7 +85,7 @@ def hours(machine: Machine = EXPONENTIAL) -> dict[str, list[float]]:
 
 
 def speed_up(link: str, compute_s: float, jitter: float = EXPONENTIAL.jitter) -> float:
-    """Return the predicted speed-up of ADPSGD: the time of a step of all-reduce divided by its own.
+    """Return the predicted speed-up of ADPSGD: all-reduce's time per step, divided by ADPSGD's.
 
     There are 16 nodes with one GPU each.
 

@@ -208,7 +208,8 @@ def rate_of_equal_errors(
 def transients(out: Callable[[str], None]) -> None:
     """Write tables of T*, the number of transient iterations, for four graphs of four sizes.
 
-    They also contain the slope of log T* over log n, and the order of T* in the paper.
+    There is a table for each kind of data. It also contains the slope of log T* over log n, and the
+    bound of the exponential-graph paper. The text `READING` follows the tables.
 
     :param out: function that writes a text
     """

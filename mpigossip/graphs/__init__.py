@@ -167,8 +167,8 @@ def _finished(
 ) -> Graph:
     """Check the number of nodes, then apply ``weights``, ``slack`` and ``lazy``, in this order.
 
-    :raises GraphError: if ``n`` is given and differs from the number of nodes, or if there are
-        further ``options``
+    :raises GraphError: if ``n`` is given and differs from the number of nodes, if the rule or the
+        slack is invalid, or if there are further ``options``
     """
     for option in options:
         raise GraphError(

@@ -197,7 +197,7 @@ class Graph:
     def degree(self) -> int:
         """Largest number of in-neighbours of a node in any round, for which inboxes have memory.
 
-        For drawn rounds, it is `stated`, or else the largest number in the first SAMPLED_ROUNDS.
+        For drawn rounds, it is `stated`; if that is 0, the largest number in the sampled rounds.
         """
         return self.stated or max(r.degree for r in self.schedule.rounds)
 

@@ -94,7 +94,10 @@ def _crossing(counts: Any, rack_of: np.ndarray) -> float:
 
 
 def _labels(racks: Sequence[Hashable], n: int) -> np.ndarray:
-    """Return a number for the rack of each node, (n,); racks are numbered as they first occur."""
+    """Return the number of the rack of each rank, (n,); racks are numbered as they first occur.
+
+    :raises GraphError: if ``racks`` does not have n entries
+    """
     if len(racks) != n:
         raise GraphError(f"{len(racks)} racks are named for {n} nodes; name one rack for each node")
     numbers = {rack: k for k, rack in enumerate(dict.fromkeys(racks))}

@@ -102,7 +102,7 @@ def consensus_rate(graph: Graph, rounds: int | None = None) -> float:
 
     Let J = 11ᵀ/n, and Π W the product of rounds. For a periodic graph, the factor is ρ(Π W −
     J)^(1/period), which is 0 if one period computes the exact average. For a graph without a
-    period, it is the estimate ‖Π W − J‖_2^(1/rounds), which depends on the graph's seed.
+    period, it is the estimate ‖Π W − J‖_2^(1/rounds) from the first rounds.
 
     :param graph: graph to examine
     :param rounds: number of rounds of the estimate, not used for a graph with a period; None: four

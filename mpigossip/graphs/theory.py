@@ -155,7 +155,7 @@ def gradient_floor(
     batch: int,
     diameter: int | None,
 ) -> np.ndarray:
-    """Return the smallest possible E ‖∇f(x̄)‖² after ``steps`` steps.
+    """Return the smallest possible E ‖∇f(x̄)‖² after ``steps`` steps, up to a constant.
 
     This is :func:`lower_bound` solved for ε²; the other parameters and the errors are described
     there.
@@ -216,8 +216,8 @@ def quadratic_limit(
     :param curvature: a, curvature of each node's loss, (n, d)
     :param lr: learning rate
     :param style: "atc": x ← W(x − lr a(x − b)); "awc": x ← W x − lr a(x − b)
-    :raises GraphError: if the graph has no period or too many nodes, or D-PSGD diverges at this
-        rate
+    :raises GraphError: if the graph has no period or more than `spectral.LARGE` nodes, or D-PSGD
+        diverges at this rate
     """
     if graph.period is None or graph.n > spectral.LARGE:
         raise GraphError(

@@ -330,7 +330,7 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def count(names: list[str], checkout: Path, folder: Path, limit_s: float) -> dict[str, Any]:
-    """Count scenarios with equal numbers of ranks in a checkout, and return those that succeed.
+    """Count scenarios with equal numbers of ranks; return the counts of successful ones, by name.
 
     :param names: names of the scenarios
     :param checkout: checkout to count in

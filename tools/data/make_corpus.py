@@ -29,7 +29,8 @@ def select(sizes: dict[str, int], size: int) -> list[str]:
     """Select files in the order of the checksums of their names; return the names.
 
     :param sizes: size of each file in bytes, by name
-    :param size: total size in bytes; the last selected file reaches or exceeds it
+    :param size: total size in bytes, which the last selected file reaches or exceeds; if all files
+        together are smaller, all are selected
     """
     names = []
     total = 0

@@ -112,7 +112,10 @@ class Checkout:
             )
 
     def commit(self) -> str | None:
-        """Return the checked-out commit; None if there are local changes or no repository."""
+        """Return the checked-out commit; None if mpigossip/ or jobs/ has local changes.
+
+        The result is also None if the folder is not the top folder of a repository.
+        """
         words = ["git", "-C", str(self.folder)]
         with contextlib.suppress(CommandFailed, OSError):
             top = self._run([*words, "rev-parse", "--show-toplevel"]).strip()
