@@ -217,6 +217,7 @@ class Remedy(NamedTuple):
     """Learning rate: the method's own best one, or parallel's."""
     lr: float
     accuracy: float
+    """Mean accuracy of the method over the seeds, in percent."""
     base: str
     """Method with which it is compared: "one-peer", or "parallel" for the EMA of parallel SGD."""
     ahead: list[float]

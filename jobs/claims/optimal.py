@@ -245,7 +245,7 @@ class Slope(NamedTuple):
 
     @property
     def against(self) -> str:
-        """The power of 1/(1 − λ) as text."""
+        """The power of 1/(1 − λ) with which the growth is compared, as text."""
         return "1/√(1−λ)" if self.power < 1 else "1/(1−λ)"
 
 

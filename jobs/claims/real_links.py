@@ -52,7 +52,10 @@ Line = dict[str, Any]
 
 
 class Link(NamedTuple):
-    """Link of the table, and the rate in Mbit/s of the slower real link that stands for it."""
+    """Link of the table, and the rate in Mbit/s of the slower real link that stands for it.
+
+    ``gbit`` is in Gbit/s, and ``latency`` in seconds.
+    """
 
     gbit: float
     latency: float

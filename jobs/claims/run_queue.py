@@ -267,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--study", action="append", choices=[*STUDIES], help="repeatable; default: all in order")
     add("--until", metavar="HH:MM", type=time_of_day, help="start no run after this time of today")
     add("--again", type=int, default=0, metavar="N", help="repeat N runs and compare their digests")
-    add("--estimate", action="store_true", help="print the numbers of finished and missing runs")
+    add("--estimate", action="store_true", help="print the numbers of finished and of all runs")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     options.scratch.mkdir(parents=True, exist_ok=True)

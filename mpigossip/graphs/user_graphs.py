@@ -319,6 +319,8 @@ def _network(path: Path) -> Any:
     """Return the networkx graph in a file, with the nodes 0 … n−1.
 
     Labels that are these numbers are kept; other labels are numbered in their ascending order.
+
+    :raises GraphError: if the file can't be read
     """
     import networkx
 

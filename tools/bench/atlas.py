@@ -456,9 +456,9 @@ def main() -> None:
     """Measure, or show the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("atlas.jsonl"))
-    parser.add_argument("--networks", default=";".join(NETWORKS), help="separated by ;")
-    parser.add_argument("--methods", help="separated by ;")
-    parser.add_argument("--clock", action="store_true", help="the cells of the virtual clock")
+    parser.add_argument("--networks", default=";".join(NETWORKS), help="names, separated by ;")
+    parser.add_argument("--methods", help="names, separated by ; (default: all)")
+    parser.add_argument("--clock", action="store_true", help="methods that check the virtual clock")
     parser.add_argument("--show", action="store_true")
     for name in ("--ranks", "--slow"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)

@@ -184,7 +184,9 @@ def note_pinned_memory() -> None:
 def counted_steps(
     step: Callable[[], Any], elements: int, counter: Counter | None = None
 ) -> dict[str, float]:
-    """Make the steps, and return the mean counts of a step; bytes per byte of the model.
+    """Make the steps, and return the mean counts of a step, by name.
+
+    "bytes" and "model_bytes" are divided by the bytes of the model, whose ``elements`` are added.
 
     :param step: function that makes one step
     :param elements: number of elements of the model on this rank

@@ -342,7 +342,8 @@ class Store:
     def get(self, job: Job) -> Result:
         """Return the stored result of a job; if there is none, run the job and store its result.
 
-        The results of failed jobs and of jobs that only read are not stored.
+        A result that was stored for another command is not used. The results of failed jobs and of
+        jobs that only read are not stored.
         """
         folder = self.folder / job.name
         path = folder / "result.json"
