@@ -557,7 +557,7 @@ def diloco() -> Iterator[Cell]:
         only = {ALONE: methods["parallel"]}
         turns = (4, methods, diloco_runs), (1, only, single_node_runs), (4, methods, control_runs)
         for nodes, these, order in turns:
-            # In epochs of one node, this is the same number of steps.
+            # An epoch has fewer steps on more nodes, so this is always the same number of steps.
             warmup = f"schedule.warmup_epochs={0.0125 * nodes}"
             own = (*TEXT, *size, f"run.steps={steps}", warmup)
             yield Cell(

@@ -464,7 +464,7 @@ def anneal(
         if move is None or not plan.apply(move):
             continue
         score = plan.task.score(*plan.extremes())
-        # Draw in every step, because later random numbers must not depend on a comparison.
+        # Draw for every judged candidate: later random numbers must not depend on a comparison.
         if rng.random() < math.exp(min(0.0, (score - current) / temperature)):
             current = score
             screen = None
