@@ -227,9 +227,11 @@ def run_checks(
         began = time.monotonic()
         try:
             if ends - began < 15:
-                raise NotRun("less than 15 s of the time limit of all checks are left")
+                raise NotRun(
+                    "less than 15 s of the time limit of all checks are left; continue by --from"
+                )
             if check.gpus > gpus:
-                raise NotRun(f"needs {check.gpus} GPUs or more, but finds {gpus}")
+                raise NotRun(f"needs {check.gpus} GPUs or more, but there are {gpus}")
             result, good = run_check(check, place, min(ends - began, check.seconds))
         except NotRun as reason:
             result = f"not run: {reason}"
@@ -308,7 +310,7 @@ def run_gpu_tests(place: Place, seconds: float) -> tuple[str, bool]:
     :raises NotRun: if pytest is not installed, or if the tests take longer than ``seconds``
     """
     if importlib.util.find_spec("pytest") is None:
-        raise NotRun("pytest is not installed")
+        raise NotRun("pytest is not installed; install it by pip")
     files = ["tests/test_gpu.py", "tests/groups/test_groups.py", "tests/data/test_sources.py"]
     # The options in pyproject.toml need plug-ins that may be missing here, so drop them.
     command = [sys.executable, "-m", "pytest", *files, "-m", "gpu", "-q", "-p", "no:cacheprovider"]
