@@ -245,7 +245,7 @@ def repeat(options: argparse.Namespace) -> int:
 
 
 def estimate(options: argparse.Namespace) -> None:
-    """Print the number of runs of each cell, and the number of stored ones."""
+    """Print for each cell how many of its runs are stored, and how many are known to be needed."""
     stored = {identity(line) for line in lines(options.out)}
     for cell in cells(options):
         total = len(cell.methods) * (len(cell.rates) + len(SEEDS) * len(cell.levels))

@@ -241,7 +241,7 @@ class GossipTraining:
 
 
 def job_of(options, algorithm: str, style: str = "atc", graph: str = "one-peer-exponential"):
-    """Return a job with a constant learning rate and momentum 0.9.
+    """Return the settings of a job with a constant learning rate and momentum 0.9, by section.
 
     :param options: options of the command line: data, model, batch and learning rate
     :param algorithm: name of the algorithm
