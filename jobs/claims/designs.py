@@ -6,8 +6,8 @@ are not run. A cell counts only if all of its seeds were run.
 
 For each method of a cell, the best learning rate is searched by the rules of `mpigossip.study`,
 with the seed `SEARCH`; these runs are never reported. Each method is then run at its best rate and
-at fractions of it, with the seeds `SEEDS`, which are equal for all methods. `run_queue.py` makes
-the runs, and `verdicts.py` judges them.
+at fractions of it, with the seeds `SEEDS`, which are equal for all methods. Some cells have another
+order (`Cell.order`). `run_queue.py` makes the runs, and `verdicts.py` judges them.
 """
 
 from __future__ import annotations
@@ -433,7 +433,7 @@ class SearchResult(NamedTuple):
 
 
 Search = Generator[Turn, None, tuple[str, float] | None]
-"""Generator that yields runs, and returns the best (method, learning rate)."""
+"""Generator that yields runs, and returns the best (method, learning rate), None if not known."""
 
 
 def losses(model: str, runs: Sequence[dict[str, Any]]) -> dict[tuple[str, float], float]:
@@ -557,7 +557,7 @@ def diloco() -> Iterator[Cell]:
         only = {ALONE: methods["parallel"]}
         turns = (4, methods, diloco_runs), (1, only, single_node_runs), (4, methods, control_runs)
         for nodes, these, order in turns:
-            # In epochs of one node, this is the same number of steps.
+            # An epoch has fewer steps on more nodes, so this is always the same number of steps.
             warmup = f"schedule.warmup_epochs={0.0125 * nodes}"
             own = (*TEXT, *size, f"run.steps={steps}", warmup)
             yield Cell(

@@ -78,7 +78,7 @@ def title(cell: Cell, tail: str) -> str:
 
 
 def gaps(runs: Sequence[Line]) -> list[Gap]:
-    """Return the rows in which each method has its own best learning rate, or a fraction of it."""
+    """Return the finished rows in which each method has its best learning rate, or a part of it."""
     rows = (
         behind(
             title(cell, f"{level} rate"),
@@ -93,7 +93,9 @@ def gaps(runs: Sequence[Line]) -> list[Gap]:
 def equals(runs: Sequence[Line]) -> list[Gap]:
     """Return the rows at equal learning rates.
 
-    There is a row for each rate at which both methods were run with all seeds, in any cell.
+    There is a row for each cell of `pairs` and each rate at which both methods were run with all
+    seeds, in this cell or in others with the same model, batch and number of nodes. Rows with a
+    diverged run are left out.
     """
     rows = []
     for cell in pairs():
@@ -105,7 +107,7 @@ def equals(runs: Sequence[Line]) -> list[Gap]:
 
 
 def verdicts(rows: Sequence[Gap]) -> list[Verdict]:
-    """Judge for each row whether the gap is smaller than one percentage point."""
+    """Judge for each row whether the gap is within one percentage point, in either direction."""
     return holm([judge(gap.title, [of_values(gap.values)], alike=1.0) for gap in rows])
 
 
@@ -215,6 +217,7 @@ class Remedy(NamedTuple):
     """Learning rate: the method's own best one, or parallel's."""
     lr: float
     accuracy: float
+    """Mean accuracy of the method over the seeds, in percent."""
     base: str
     """Method with which it is compared: "one-peer", or "parallel" for the EMA of parallel SGD."""
     ahead: list[float]
@@ -226,7 +229,11 @@ class Remedy(NamedTuple):
 
 
 def remedies(runs: Sequence[Line]) -> list[Remedy]:
-    """Return a row for each remedy and control for which the runs of all seeds are stored."""
+    """Return a row for each remedy and control whose runs are finished.
+
+    Needed are its search, and the runs of all seeds of this method, of parallel SGD and of the
+    one-peer graph. A row with a diverged run is left out.
+    """
     cells = {cell.labels.get("of"): cell for cell in STUDIES["gap"]() if cell.nodes == 16}
     cell = cells[REMEDIED]
     best = pair_rates(runs, 16, cell.labels)

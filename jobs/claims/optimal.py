@@ -9,8 +9,8 @@ iteration is one gradient and one exchange. Iterations are counted until
 (1/n) Σ_i ‖∇f(x_i)‖² ≤ ε² = 10⁻⁶. Each method uses the learning rate of a geometric grid, and DeTAG
 also the phase length, that needs the fewest iterations.
 
-All models stay in two modes of the ring, x_i = x̄ + c cos(2π i/n), which belong to the eigenvalues 1
-and λ of W. The program computes only these modes, and D-PSGD by a formula. A test compares the
+All models stay in two modes of the ring, x_i = x̄ + c cos(2π i/n), which belong to the eigenvalues
+1 and λ of W. The program computes only these modes, and D-PSGD by a formula. A test compares the
 modes with the package's methods on n nodes.
 """
 
@@ -107,6 +107,7 @@ def dpsgd(b: Array, n: int, epsilon: float = EPSILON) -> tuple[int, float]:
     :param b: minima in modes
     :param n: number of nodes
     :param epsilon: ε, the bound of the gradient's norm
+    :return: the number and the rate; 2⁶² and 0 if no rate of `SMALL_RATES` reaches ε
     """
     lam = rho(n)
     best = (2**62, 0.0)
@@ -244,7 +245,7 @@ class Slope(NamedTuple):
 
     @property
     def against(self) -> str:
-        """The power of 1/(1 − λ) as text."""
+        """The power of 1/(1 − λ) with which the growth is compared, as text."""
         return "1/√(1−λ)" if self.power < 1 else "1/(1−λ)"
 
 
@@ -252,7 +253,7 @@ def slopes_of(lines: Sequence[dict[str, Any]]) -> list[Slope]:
     """Return the slopes of DeTAG against 1/√(1 − λ), and of other methods against 1/(1 − λ).
 
     DeTAG without acceleration is a control: it is compared with 1/√(1 − λ), too, and its slope must
-    not be 1.
+    not be 1. Methods that need more iterations on the largest ring come first.
 
     :param lines: lines of runs.jsonl from the study "optimal"
     """

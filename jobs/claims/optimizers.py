@@ -39,7 +39,10 @@ BySeed = dict[int, float]
 
 
 class Claim(NamedTuple):
-    """Claim with the values that decide it, and with the methods whose runs it needs."""
+    """Claim with the values that decide it, and with the methods whose runs it needs.
+
+    Values are in percent of a loss, or in percentage points of an accuracy.
+    """
 
     text: str
     values: BySeed

@@ -42,7 +42,7 @@ def exact_parts(*, first: Share = 0.0, last: Share = 0.0, total: Positive | None
 
 
 def warm_periodic(*, warm: Count = 0, period: Positive = 16) -> Cadence:
-    """Build a cadence: GLOBAL for ``warm`` steps, then at every ``period``-th step."""
+    """Build a cadence: GLOBAL for ``warm`` steps, then at each ``period``-th; otherwise LOCAL."""
     return fixed_schedule(
         lambda index: (
             ExchangeKind.GLOBAL if index < warm or not (index + 1) % period else ExchangeKind.LOCAL
@@ -73,7 +73,7 @@ def evenly(*, count: Positive = 4, total: Positive | None = None) -> Cadence:
     """Build a cadence: ``count`` GLOBAL steps at equal distances, otherwise LOCAL.
 
     The last step of the run is GLOBAL. If ``count`` does not divide ``total``, the distances differ
-    by one step.
+    by at most one step.
 
     :param count: number of GLOBAL steps
     :param total: number of steps of the run; None: equal to ``count``
@@ -171,8 +171,8 @@ def warm_diloco(
 ) -> Algorithm:
     """Build DiLoCo with a warm start.
 
-    In the first ``warm`` steps, the models are averaged. The state of the local step is kept when
-    DiLoCo begins.
+    In the first ``warm`` steps, the models are averaged, if the cadence is GLOBAL in each of them,
+    as "warm-periodic" is. The state of the local step is kept when DiLoCo begins.
 
     :param local: local step
     :param warm: number of steps before DiLoCo begins
@@ -201,7 +201,8 @@ def after_parallel(
 ) -> Algorithm:
     """Build DiLoCo that continues a run of parallel SGD.
 
-    The first ``warm`` steps are bitwise identical to parallel SGD.
+    The first ``warm`` steps are bitwise identical to parallel SGD, if the cadence is GLOBAL in each
+    of them, as "warm-periodic" is.
 
     :param local: local step, such as AdamW
     :param warm: number of steps before DiLoCo begins
@@ -303,7 +304,8 @@ def paced(
     :param slow: probability with which a node is slow in a step
     :param times: factor by which a slow node is slower
     :param draw: seed of the slow steps
-    :param stop: step at which the run is asked to stop; 0: none
+    :param stop: step at which a run on ranks is asked to stop; it must end within `LAG` further
+        steps. In the simulator, no step sleeps, and the run is not asked to stop
     """
     seconds: list[float] = []
     if own := next(iter(launcher_ranks(os.environ)), None):

@@ -16,7 +16,7 @@ A row contains the following keys:
 * `by`: smallest difference between two methods in `order`; default: 0;
 * `alike`: instead of `by`, the largest difference of each method from the first one;
 * `figures`: metrics by which the row is judged; default: the metric that chose the learning rates;
-* `share`: factor by which the metric of the next method is multiplied before the comparison;
+* `share`: by metric, the factor of the next method's value before the comparison;
 * `reaches`: training loss until which bytes are counted.
 """
 
@@ -92,6 +92,7 @@ class Protocol:
         first one sends, which is run for this purpose.
 
         :param filled: arguments of the study, without other placeholders
+        :raises Failure: if all runs of the first method diverge
         """
         methods = dict(filled["grid"]["method"])
         if self.judging["equal_traffic"]:
@@ -99,7 +100,7 @@ class Protocol:
             study = mpigossip.study(**filled | {"grid": {"method": {first: methods[first]}}})
             runs = study.ended(study.cells[0])
             if not runs:
-                raise Failure(f"{study.folder}: all runs of {first} diverged")
+                raise Failure(f"{study.folder}: all runs of {first} diverged; try other rates")
             share = np.mean([run.last("exchanges") / len(run.log.steps["step"]) for run in runs])
             period = str(max(1, int(1 / share)))
             settings = methods.pop(second).replace("{period}", period)

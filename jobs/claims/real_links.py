@@ -52,7 +52,10 @@ Line = dict[str, Any]
 
 
 class Link(NamedTuple):
-    """Link of the table, and the rate in Mbit/s of the slower real link that stands for it."""
+    """Link of the table, and the rate in Mbit/s of the slower real link that stands for it.
+
+    ``gbit`` is in Gbit/s, and ``latency`` in seconds.
+    """
 
     gbit: float
     latency: float
@@ -120,6 +123,7 @@ def measure(method: str, link: Link, scratch: Path) -> Line:
     """Run a method on ranks until it reaches the goal; return a line of links.jsonl.
 
     The line contains the measured seconds, and the seconds of the virtual clock for equal steps.
+    The program ends if the losses of the ranks differ from the losses of the simulator.
 
     :param method: label of the method
     :param link: link of the ranks

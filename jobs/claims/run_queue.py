@@ -69,7 +69,7 @@ def lines(path: Path = RUNS) -> list[Line]:
 
 
 def identity(line: Line) -> str:
-    """Return a text that identifies a run among all runs: study, nodes, method, rate and seed."""
+    """Return a text that identifies a run: its cell, method, level, learning rate and seed."""
     keys = ("study", "nodes", "cell", "method", "level", "lr", "seed")
     return json.dumps([line.get(key) for key in keys], sort_keys=True)
 
@@ -114,6 +114,9 @@ def settings(cell: Cell, line: Line) -> list[str]:
 def train(line: Line, options: argparse.Namespace) -> Line:
     """Train a run in this process; return its line with metrics and digest.
 
+    The line of a run that diverges has neither. If the run is stopped by a signal, the program
+    ends.
+
     :param line: the run with its settings
     :param options: options of the command line
     """
@@ -135,7 +138,10 @@ def train(line: Line, options: argparse.Namespace) -> Line:
         with SingleProcess() as world:
             summary = start_and_resume.train(job, world, line["nodes"])
         if not summary["finished"]:
-            sys.exit(f"{identity(line)}: the run was stopped by a signal, so it was not stored")
+            sys.exit(
+                f"{identity(line)}: the run was stopped by a signal, so it was not stored; start "
+                "this program again"
+            )
     except NonFiniteError:
         return line | {"figures": {}, "diverged": True, "digest": None}
     result = RunResult(read(folder / "log.h5"))
@@ -156,7 +162,10 @@ def train(line: Line, options: argparse.Namespace) -> Line:
 
 
 def train_in_child(line: Line, options: argparse.Namespace) -> Line:
-    """Call `train` in a forked process, so that its memory and its signals affect no other run."""
+    """Call `train` in a forked process, so that its memory and its signals affect no other run.
+
+    If the process ends without a result, this program ends, too.
+    """
     fork = multiprocessing.get_context("fork")
     receiving, sending = fork.Pipe(duplex=False)
     child = fork.Process(target=_send, args=(sending, line, options))
@@ -165,7 +174,10 @@ def train_in_child(line: Line, options: argparse.Namespace) -> Line:
     try:
         result = receiving.recv()
     except EOFError:
-        sys.exit(f"{identity(line)}: the run failed or was stopped, so it was not stored")
+        sys.exit(
+            f"{identity(line)}: the run failed or was stopped, so it was not stored; read its "
+            "message above, and start this program again"
+        )
     child.join()
     return result
 
@@ -233,7 +245,7 @@ def repeat(options: argparse.Namespace) -> int:
 
 
 def estimate(options: argparse.Namespace) -> None:
-    """Print the number of runs of each cell, and the number of stored ones."""
+    """Print for each cell how many of its runs are stored, and how many are known to be needed."""
     stored = {identity(line) for line in lines(options.out)}
     for cell in cells(options):
         total = len(cell.methods) * (len(cell.rates) + len(SEEDS) * len(cell.levels))
@@ -255,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--study", action="append", choices=[*STUDIES], help="repeatable; default: all in order")
     add("--until", metavar="HH:MM", type=time_of_day, help="start no run after this time of today")
     add("--again", type=int, default=0, metavar="N", help="repeat N runs and compare their digests")
-    add("--estimate", action="store_true", help="print the numbers of finished and missing runs")
+    add("--estimate", action="store_true", help="print the numbers of finished and of all runs")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     options.scratch.mkdir(parents=True, exist_ok=True)

@@ -123,7 +123,7 @@ def end_times(
     :param n: number of nodes
     :param on: the nodes and their link
     :param seed: seed of the slow steps
-    :param last: number of steps whose times are returned, at most ``steps``
+    :param last: number of steps whose times are returned; not more than ``steps`` are
     :param overlap: whether exchanges of parallel SGD and of DiLoCo's warm start overlap with
         computation; if false, only messages that are sent ahead do
     """
@@ -216,6 +216,9 @@ def paper_speed_ups(n: int = 32, steps: int = 300) -> str:
     """Return the speed-ups of a step over parallel SGD as text, for comparison with the paper.
 
     The link has 25 Gbit/s and a latency of 50 µs.
+
+    :param n: number of nodes
+    :param steps: number of steps over which the times of both are measured
     """
     on = machine(25, 50e-6)
     every = range(steps)

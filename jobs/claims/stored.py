@@ -57,7 +57,7 @@ def faults(runs: Sequence[Line]) -> list[str]:
 
 
 def finals(runs: Sequence[Line], cell: Cell, method: str, level: str) -> dict[int, Line]:
-    """Return the runs of a method at the learning rate that the search chose, by seed.
+    """Return the runs of a method with one level, at the rate that its search implies, by seed.
 
     The result is empty if no search run of the method has metrics.
 

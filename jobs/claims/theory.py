@@ -2,11 +2,11 @@
 
     python jobs/claims/theory.py --out jobs/claims/THEORY.md        # two minutes
 
-Node i minimizes f_i(x) = ½ ‖x − b_i‖², in float64, by the package's methods in its simulator. The
-gradient noise has standard deviation σ = 1 per coordinate. The optimum x* is the mean of the b_i.
-With a doubly stochastic W, the mean model x̄ is exactly the model of parallel SGD, so that one run
-measures both. D-PSGD is the algorithm `dsgd`. ATC is a local step, then averaging; AWC makes both
-at once.
+Node i minimizes f_i(x) = ½ ‖x − b_i‖², in float64, by the package's methods in its simulator; only
+the table of CHOCO is measured in float32. The gradient noise for T* has standard deviation σ = 1
+per coordinate. The optimum x* is the mean of the b_i. With a doubly stochastic W, the mean model x̄
+is exactly the model of parallel SGD, so that one run measures both. D-PSGD is the algorithm `dsgd`.
+ATC is a local step, then averaging; AWC makes both at once.
 
 T* is the number of *transient iterations*, as in the exponential-graph paper (Ying et al. 2021,
 arXiv 2110.13363): for all T > T*, T steps at the learning rate √(n/T) end with at most twice the
@@ -94,7 +94,8 @@ def models(
 def minima(n: int, data: str, width: int = 1) -> torch.Tensor:
     """Return the minima b_i as an array (n, width), or (n, WIDTH) for the data "noise".
 
-    Each column has the mean 0 and the mean square 1 over nodes. For "noise", all values are 0.
+    For "noise", all values are 0. Otherwise, each column has the mean 0 and the mean square 1 over
+    nodes.
 
     :param n: number of nodes
     :param data: "noise", "random" or "smooth"
@@ -208,7 +209,8 @@ def rate_of_equal_errors(
 def transients(out: Callable[[str], None]) -> None:
     """Write tables of T*, the number of transient iterations, for four graphs of four sizes.
 
-    They also contain the slope of log T* over log n, and the order of T* in the paper.
+    There is a table for each kind of data. It also contains the slope of log T* over log n, and the
+    bound of the exponential-graph paper. The text `READING` follows the tables.
 
     :param out: function that writes a text
     """
@@ -246,6 +248,8 @@ def transients(out: Callable[[str], None]) -> None:
 
 def limits(out: Callable[[str], None]) -> None:
     """Write a table of the stationary errors of methods at n = 16, measured and by formula.
+
+    Its last rows contain the distance of one-peer rounds from the exact average.
 
     :param out: function that writes a text
     """

@@ -99,7 +99,8 @@ def slope_page(slopes: Sequence[optimal.Slope]) -> str:
 def gain_verdicts(rows: Sequence[Line]) -> list[Verdict]:
     """Judge whether each method is faster than parallel SGD.
 
-    The differences are logarithms of the ratios of seconds.
+    The differences are logarithms of the ratios of seconds. A method that did not reach the goal
+    with all seeds is left out.
     """
     return holm(
         [
@@ -245,6 +246,7 @@ def rewritten(page: str, evaluation: Evaluation) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Print the verdicts, and compare them with RESULTS.md or write them into it.
 
+    :param arguments: words of the command line; None: the words of ``sys.argv``
     :return: exit code, which is 1 if stored runs contradict each other, or if the page differs
     """
     parser = argparse.ArgumentParser(

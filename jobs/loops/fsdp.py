@@ -4,8 +4,8 @@
     mpirun -n 6 python fsdp.py --ranks-per-node 3 --steps 200    (resumes the first run)
 
 With HSDP, replicas of the sharded model are kept equal by an all-reduce. Here, each node is such a
-replica, and gossip replaces the all-reduce. The model and the training step are imported from
-gpt.py. The run directory contains the log and the checkpoints.
+replica, and gossip replaces the all-reduce. The model, its optimizer and its batches are imported
+from gpt.py. The run directory contains the log and the checkpoints.
 """
 
 import argparse

@@ -4,7 +4,7 @@
     mpirun -n 4 python gpt.py --out runs/gpt --resume 50
 
 The program accumulates gradients, clips them, writes a cosine schedule into ``param_groups``, uses
-bfloat16 autocast and writes one checkpoint per rank. It predicts the characters of a text, by
+bfloat16 autocast and writes the checkpoints of each rank. It predicts the bytes of a text, by
 default of this file.
 """
 
@@ -117,6 +117,10 @@ def configure(model):
 def train_step(model, optimizer, data, draw, lr):
     """Update the model by the gradients of ACCUMULATE batches; return the mean of their losses.
 
+    :param model: the model, which returns a loss
+    :param optimizer: optimizer of the model
+    :param data: tokens of the text, (length,)
+    :param draw: generator of the positions of the batches
     :param lr: learning rate of this step
     """
     for group in optimizer.param_groups:

@@ -33,7 +33,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 again = "--replay" in sys.argv
 with mpigossip.join(sys.argv[1], model, optimizer, chunks=CHUNKS, replay=again) as member:  # <-
-    for chunk in member:  # <- a number below CHUNKS; no other member trains the same chunk
+    for chunk in member:  # <- a number below CHUNKS; this member has claimed this chunk
         # The learning rate depends on the progress of all members.
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * (1 - member.progress / CHUNKS)

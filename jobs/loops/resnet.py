@@ -6,8 +6,8 @@ Most images of a rank belong to two of the classes. The statistics of its BatchN
 therefore wrong for the other classes, and its own model is less accurate. Within
 ``optimizer.averaged()``, the model is the exact average over nodes, including the means and
 variances of BatchNorm; within ``averaged(ema)``, the same holds for the exponential moving average
-of the model. Both averages are equally accurate on every rank. Only the lines marked <- make the
-training decentralized.
+of the model. Each of the two averages has the same accuracy on all ranks. Only the lines marked <-
+make the training decentralized.
 """
 
 import argparse

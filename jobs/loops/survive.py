@@ -58,7 +58,7 @@ def main():
             model,
             optimizer,
             run=options.out,
-            survive=True,
+            survive=True,  # <-
             on_change=changed,  # <-
         )
         if options.out:

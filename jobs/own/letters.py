@@ -15,7 +15,7 @@ TEXT = "one peer a round, and after some rounds all of them have the mean; "
 class Windows(Dataset):
     """Windows of a text, each a mapping like a tokenizer's result.
 
-    Its items `input_ids` and `attention_mask` have the shape (T,).
+    Its items `input_ids` and `attention_mask` have the shape (context,).
     """
 
     def __init__(self, samples, context, first):

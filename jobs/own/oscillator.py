@@ -25,9 +25,9 @@ def solution(t):
 
 
 def times(samples, test_samples):
-    """Return the data sets: random times for training, and a regular grid of times for the test.
+    """Return a dict of data sets: random times for training, and a regular grid for the test.
 
-    Each set consists of pairs (time, solution), of the shape (N, 1) each.
+    A sample is a pair (time, solution) of tensors of shape (1,).
     """
     grid = torch.linspace(0, END, test_samples).unsqueeze(1)
     train = END * torch.rand(samples, 1)
@@ -53,7 +53,10 @@ class Residual:
         self.start = start
 
     def loss(self, model, batch):
-        """Return the loss and the metrics: the residual, and the squared error of the solution."""
+        """Return the loss, and for each metric a sum and a count.
+
+        The metrics are the mean squares of the residual and of the error of the solution.
+        """
         t, known = batch
         with torch.enable_grad():  # Even an evaluation needs the derivatives with respect to t.
             t = torch.cat([torch.zeros_like(t[:1]), t]).requires_grad_()

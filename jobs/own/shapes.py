@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 class Discs(Dataset):
     """Images (1, size, size) with one disc each, and the mask (size, size) of the disc.
 
-    The number of a sample is the seed of its random numbers.
+    The number of a sample is the seed of its disc.
     """
 
     def __init__(self, samples, size, noise, first=0):

@@ -72,10 +72,11 @@ def spanning_tree(
 
     :param n: number of nodes
     :param seed: seed of the graph ``over``
-    :param children: number of children of each node
+    :param children: largest number of children of a node, at least 1; not used with ``over``
     :param over: name of a graph whose breadth-first tree from a central node is used; None: a tree
-        with ``children`` per node. The period, 2 · depth, is between the diameter of that graph and
-        twice its diameter
+        that is filled level by level. The period, 2 · depth, is between the diameter of that graph
+        and twice its diameter, if its edges are taken in both directions
+    :raises GraphError: if there is no graph ``over`` for n nodes, or if it is not connected
     """
     if over is None:
         return finite_time.tree([(i - 1) // children for i in range(n)])
@@ -130,18 +131,19 @@ def graph(
     """Return the graph that ``name`` names or contains, over n nodes.
 
     :param name: name of a graph as in a job, such as "ring"; or "file:PATH" for a file that `graph
-        search` has saved or networkx can read; or a function ``(n, seed, t) -> W(t)``, or its name
-        "module:function"; or a `Graph`, a networkx graph, a mixing matrix (n, n), or a list of
-        matrices or networkx graphs, one for each round
+        search` has saved or networkx can read; or a function ``(n, seed, t) -> W(t)``, or ``(n,
+        seed)`` that returns all rounds, or its name "module:function"; or a `Graph`, a networkx
+        graph, a mixing matrix (n, n), or a list of matrices or networkx graphs, one for each round
     :param n: number of nodes; required if ``name`` is the name of a graph or a function. None: the
         number of nodes of the given graph
     :param weights: rule that replaces the weights of the graph, as `graph.weights` of a job; None:
         the graph keeps its weights
     :param seed: seed of graphs that are drawn at random
     :param lazy: return the graph of (I + W)/2 instead of W
-    :param options: options of the graph, as in a job; ``slack=κ`` gives κW + (1−κ)I
-    :raises GraphError: if there is no such graph, an option is unknown or has an invalid value, or
-        the given graph does not have n nodes
+    :param options: options of the graph, as in a job, or of the function; a function of t needs
+        ``period`` or ``degree``. ``slack=κ`` gives κW + (1−κ)I
+    :raises GraphError: if there is no such graph or rule, a file can't be read, an option is
+        unknown or outside its range, or the given graph does not have n nodes
     """
     if isinstance(name, str) and name.startswith("file:"):
         return _finished(from_file(name.removeprefix("file:")), n, weights, lazy, **options)
@@ -165,8 +167,8 @@ def _finished(
 ) -> Graph:
     """Check the number of nodes, then apply ``weights``, ``slack`` and ``lazy``, in this order.
 
-    :raises GraphError: if ``n`` is given and differs from the number of nodes, or if there are
-        further ``options``
+    :raises GraphError: if ``n`` is given and differs from the number of nodes, if the rule or the
+        slack is invalid, or if there are further ``options``
     """
     for option in options:
         raise GraphError(

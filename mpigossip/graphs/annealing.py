@@ -7,16 +7,17 @@ and Tucker, Topological Graph Theory, 1987). Graphs with a symmetry can therefor
 and there are few of them, among which are very good graphs.
 
 Candidates are judged by the second smallest eigenvalue λ_2 and the largest eigenvalue λ_max of the
-Laplacian. A move replaces orbits of a candidate by other orbits. For m = 1, moves are screened
+Laplacian. A move replaces orbits of a candidate by other orbits. For m = 1, most moves are screened
 first: to first order, an edge ij adds (v_i − v_j)² to the eigenvalue of v, so the Fiedler vector
 shows which edges raise λ_2, and the top eigenvector which edges leave λ_max low. Neighbouring
 eigenvalues are included with exponentially decreasing weights, because symmetric graphs have
 multiple eigenvalues.
 
 Eigenvalues, logarithms and sums differ between processors in their last bits. To make the result
-independent of the processor, every number that decides is first rounded to multiples of GRAIN, ties
-are broken in a fixed order, and a random number is drawn even if it is not needed. Eigenvectors are
-used only in sums over whole eigenspaces, which do not depend on the choice of a basis.
+independent of the processor, scores and estimated gains are rounded to multiples of GRAIN before
+they are compared, ties are broken in a fixed order, and a random number is drawn even if it is not
+needed. Eigenvectors are used only in sums over whole eigenspaces, which do not depend on the choice
+of a basis.
 """
 
 import math
@@ -55,9 +56,9 @@ SAMPLE = 48
 class Budget:
     """Limits of a search in seconds and in judged graphs, and the amounts used so far.
 
-    A limit of None does not limit the search. ``used`` is the number of judged graphs, to which a
-    drawn move counts even if it is not allowed. ``started`` is the start in seconds of
-    `time.monotonic`.
+    A limit of None does not limit the search. ``used`` counts judged circulant graphs and drawn
+    moves, even if a move is not allowed. ``started`` is the start in seconds of `time.monotonic`.
+    The constructor raises GraphError if a limit is not positive.
     """
 
     seconds: float | None
@@ -101,7 +102,7 @@ def generator(seed: int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class SearchTask:
-    """Task of a search: number of nodes, largest degree and number of edges, rule of weights."""
+    """Task of a search: number of nodes, limits of degree and number of edges, rule of weights."""
 
     n: int
     degree: int
@@ -127,7 +128,7 @@ class SearchTask:
 
 
 class CandidateGraph:
-    """Candidate of a search, which is a graph with a cyclic symmetry of order m.
+    """Candidate of a search, which is a graph with a cyclic symmetry of order m, a divisor of n.
 
     It consists of edge orbits: an orbit contains all edges that the symmetry maps to each other.
     `degrees` has the degree of the nodes (a, k) at index a, and `size` is the number of edges.
@@ -444,7 +445,8 @@ def anneal(
     :param until: used fraction of the budget at which annealing ends
     :param heat: temperatures at the start and at the end
     :param on_accepted: function that is called as on_accepted(plan, score) for each accepted
-        candidate, and for ``plan`` at the start. Candidates with an equal score are always accepted
+        candidate, and for ``plan`` at the start. A candidate with an equal or a better score is
+        always accepted
     """
     current = plan.task.score(*plan.extremes())
     on_accepted(plan, current)
@@ -462,7 +464,7 @@ def anneal(
         if move is None or not plan.apply(move):
             continue
         score = plan.task.score(*plan.extremes())
-        # Draw in every step, because later random numbers must not depend on a comparison.
+        # Draw for every judged candidate: later random numbers must not depend on a comparison.
         if rng.random() < math.exp(min(0.0, (score - current) / temperature)):
             current = score
             screen = None

@@ -17,7 +17,7 @@ from mpigossip.graphs.rounds import TOLERANCE, Round, SparseMatrix
 
 SAMPLED_ROUNDS = 8
 """Number of rounds from which the facts of a graph are computed if its rounds are drawn without
-end. Each later round is checked against these facts.
+end. `Graph.round` checks the sums of the rows and columns of each later round.
 """
 
 
@@ -138,11 +138,11 @@ Schedule = Cycle | Shuffled | Drawn
 class Graph:
     """Sequence of mixing matrices W(t) of rounds t = 0, 1, 2, …; made by :func:`mpigossip.graph`.
 
-    Two graphs are equal if their schedules and their `times` are equal: the same rounds with the
-    same weights in the same order of summation. The name and the options do not count. Rounds ``t``
-    and nodes ``i``, ``j`` are counted from 0. The constructor raises GraphError if there is no
-    round, if rounds have different numbers of nodes or more in-neighbours than stated, or if
-    neither the rows nor the columns of a round sum to one.
+    Two graphs are equal if their schedules and their `times` are equal, including the order of
+    summation; names, options and `stated` do not count. Rounds ``t`` and nodes ``i``, ``j`` are
+    counted from 0. The constructor raises GraphError if there is no round, if rounds have different
+    numbers of nodes or more in-neighbours than stated, or if neither the rows nor the columns of a
+    round sum to one.
     """
 
     schedule: Schedule
@@ -197,7 +197,7 @@ class Graph:
     def degree(self) -> int:
         """Largest number of in-neighbours of a node in any round, for which inboxes have memory.
 
-        For drawn rounds, it is `stated`, or else the largest number in the first SAMPLED_ROUNDS.
+        For drawn rounds, it is `stated`; if that is 0, the largest number in the sampled rounds.
         """
         return self.stated or max(r.degree for r in self.schedule.rounds)
 
@@ -205,7 +205,7 @@ class Graph:
     def fingerprint(self) -> str:
         """SHA-256 of neighbours, in the order of summation, and weights of the first 64 rounds.
 
-        A graph with a shorter period has the SHA-256 of one period.
+        A graph with a shorter period has the SHA-256 of one period. It is in hexadecimal.
         """
         rounds = map(self.round, range(min(64, self.period or 64)))
         keys = [r._key() if isinstance(r, SparseMatrix) else r for r in rounds]
@@ -249,8 +249,9 @@ class Graph:
     def round(self, t: int) -> Round:
         """Return round ``t`` as a `Circulant` or `SparseMatrix` value.
 
-        :raises GraphError: if t < 0, or if a drawn round has a larger degree than stated, or rows
-            or columns that no longer sum to one
+        :raises GraphError: if t < 0, or if a drawn round has another number of nodes, a larger
+            degree than stated, or rows or columns that no longer sum to one; or if a function that
+            defines the round fails
         """
         t = operator.index(t)
         if t < 0:
@@ -271,8 +272,10 @@ class Graph:
     def neighbours(self, t: int, i: int) -> tuple[np.ndarray, np.ndarray, float]:
         """Return the in-neighbours of node ``i`` in round ``t``, their weights, and its own weight.
 
-        The in-neighbours are in the order of summation: by offset in circulant rounds, otherwise
-        ascending.
+        The in-neighbours are in the order of summation: in the order of the offsets in circulant
+        rounds, otherwise ascending.
+
+        :raises GraphError: if there is no such node, or as in :meth:`round`
         """
         return self.round(t).neighbours(self._node(i))
 
@@ -285,7 +288,7 @@ class Graph:
         return self.round(t).matrix()
 
     def slack(self, kappa: float) -> "Graph":
-        """Return the graph of κW + (1−κ)I, which has larger own weights, for κ = ``kappa``.
+        """Return the graph of κW + (1−κ)I, for κ = ``kappa``.
 
         :param kappa: κ, from 1e-9 to 1
         :raises GraphError: if κ is outside this range
@@ -352,8 +355,9 @@ def from_matrices(matrices: Sequence[np.ndarray] | np.ndarray, name: str = "matr
     :param matrices: matrices of shape (n, n); W[i, j] is the weight that node i gives to the
         message of node j
     :param name: name of the graph in messages
-    :raises GraphError: if there is no matrix, if a matrix is not square, not finite, or has another
-        shape than the first, or if neither its rows nor its columns sum to one
+    :raises GraphError: if there is no matrix; or if a matrix is no array of numbers, is not square,
+        is not finite, or has another shape than the first; or if neither its rows nor its columns
+        sum to one
     """
     rounds = []
     for t, matrix in enumerate(matrices):
@@ -364,7 +368,9 @@ def from_matrices(matrices: Sequence[np.ndarray] | np.ndarray, name: str = "matr
                 f"mixing matrix {t} is not an array of numbers: {error}; give an array (n, n)"
             ) from error
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
-            raise GraphError(f"mixing matrix {t} has shape {matrix.shape}; it must be square")
+            raise GraphError(
+                f"mixing matrix {t} has shape {matrix.shape}; it must be square (n, n); reshape it"
+            )
         if not np.isfinite(matrix).all():
             raise GraphError(
                 f"mixing matrix {t} contains values that are not finite; replace them by numbers"
@@ -376,8 +382,10 @@ def from_matrices(matrices: Sequence[np.ndarray] | np.ndarray, name: str = "matr
 def in_order(rounds: Sequence[Round], order: str, seed: int) -> Graph:
     """Return the graph of ``rounds`` in the order "cyclic", "permuted" or "uniform".
 
-    See `Cycle` for the first and `Shuffled` for the other two orders.
-
+    :param rounds: rounds, at least one
+    :param order: "cyclic": as given, as in `Cycle`; "permuted": all rounds in random order, then
+        again in a new order; "uniform": each drawn independently, as in `Shuffled` with ``replace``
+    :param seed: seed of a random order
     :raises GraphError: if there is no such order
     """
     if order not in ORDERS:

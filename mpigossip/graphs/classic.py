@@ -84,7 +84,7 @@ def ring_lattice(n: int, seed: int = 0, *, degree: int = 4) -> Graph:
 
 
 def path(n: int, seed: int = 0) -> Graph:
-    """Return the path 0 — 1 — … — n−1, with degree 2, period 1 and spectral gap O(1/n²).
+    """Return the path 0 — 1 — … — n−1, with degree ≤ 2, period 1 and spectral gap O(1/n²).
 
     :param n: number of nodes
     :param seed: not used
@@ -95,8 +95,8 @@ def path(n: int, seed: int = 0) -> Graph:
 def star(n: int, seed: int = 0) -> Graph:
     """Return the star, in which node 0 is a neighbour of all other nodes.
 
-    It has degree n−1 (at node 0 only) and period 1. With Metropolis–Hastings weights, which are
-    1/n, the spectral gap is 1/n.
+    It has degree n−1 (at node 0) and period 1. With Metropolis–Hastings weights, which are 1/n, the
+    spectral gap is 1/n if n > 2.
 
     :param n: number of nodes
     :param seed: not used
@@ -225,6 +225,9 @@ def half_random(n: int, seed: int = 0) -> Graph:
 
     The graph is drawn again until it is connected. It has mean degree about n/2, period 1 and
     spectral gap O(1). Ying et al., NeurIPS 2021, compare exponential graphs with it.
+
+    :param n: number of nodes
+    :param seed: seed of the draw
     """
     return erdos_renyi(n, seed, probability=0.5)
 
@@ -273,8 +276,11 @@ def _matched(n: int, seed: int, t: int) -> Round:
 def random_matching(n: int, seed: int = 0) -> Graph:
     """Return random matchings, in which random pairs of nodes take their mean in each round.
 
-    If n is odd, one node is idle. The graph is symmetric and has degree 1; round t depends on the
-    seed and t only. It converges to the average, but does not reach it: E‖x − x̄‖² is halved about
-    once per round. Ying et al., NeurIPS 2021, compare exponential graphs with it.
+    If n is odd, one node is idle. The graph is symmetric and has degree 1; round t depends on n,
+    the seed and t only. For large n, E‖x − x̄‖² is about halved in each round. Ying et al.,
+    NeurIPS 2021, compare exponential graphs with it.
+
+    :param n: number of nodes
+    :param seed: seed of the draws
     """
     return Graph(Drawn(_matched, n, seed))

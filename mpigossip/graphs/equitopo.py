@@ -1,6 +1,7 @@
-"""EquiTopo graphs, whose mixing rate does not depend on the number of nodes n.
+"""EquiTopo graphs, whose mixing rate hardly depends on the number of nodes n by default.
 
-A node has O(ln n) in-neighbours in the static graphs, and one per round in the others.
+By default, a node has O(ln n) in-neighbours in the static graphs, and at most one per round in the
+others.
 
 Song, Li, Jin, Shi, Yan, Yin, Yuan: Communication-Efficient Topologies for Decentralized Learning
 with O(1) Consensus Rate, NeurIPS 2022. All graphs are built from the basis matrices A^(a), a = 1 …
@@ -112,9 +113,9 @@ def od_equidyn(n: int, seed: int = 0, *, eta: float = 0.5) -> Graph:
     """Return the graph OD-EquiDyn, in which node i receives from i + a with a new a in each round.
 
     W(t) = (1−η)I + ηA^(a), with A^(a)[i, i+a] = (n−1)/n and A^(a)[i, i] = 1/n. Each node sends one
-    message and receives one. The graph is directed and doubly stochastic; a depends on the seed and
-    the round only. With η = 1/2, E‖x − x̄‖² is about halved in each round for any n. With η = 1,
-    its factor per round is only 1 − O(1/n).
+    message and receives one. The graph is directed and doubly stochastic; a depends on n, the seed
+    and the round only. With η = 1/2, each round reduces E‖x − x̄‖² to less than half for any n.
+    With η = 1, its factor per round is only 1 − 2/n.
 
     :param n: number of nodes
     :param seed: seed of the draws
@@ -129,7 +130,8 @@ def ou_equidyn(n: int, seed: int = 0, *, eta: float = 0.5) -> Graph:
 
     The nodes i are visited in order, from a random node on, and i is paired with i + a if neither
     has a partner yet. Partners give each other the weight η(n−1)/n, and nodes without a partner are
-    idle. The graph is symmetric and has degree 1; its rounds depend on the seed and the round only.
+    idle. The graph is symmetric and has degree 1; a round depends on n, the seed and its number
+    only.
 
     :param n: number of nodes
     :param seed: seed of the draws

@@ -94,8 +94,8 @@ def p_peer_exponential(n: int, seed: int = 0, *, p: int = 2, order: Order = "cyc
 
     Node i takes the mean of the nodes i − d, d = 0, b^k, 2 b^k, …, p b^k, with b = p + 1 and one k
     < τ = ⌈log_b n⌉ per round. Distances d ≥ n are left out. The graph is directed and doubly
-    stochastic, with degree p and, in the order "cyclic", period τ. It then computes the exact
-    average in each period if n = m b^(τ−1) with an integer 1 < m ≤ b, because the sums of one
+    stochastic, with degree min(p, n−1) and, in the order "cyclic", period τ. It then computes the
+    exact average in each period if n = m b^(τ−1) with an integer 1 < m ≤ b, because the sums of one
     distance per round are then all residues modulo n, equally often.
 
     :param n: number of nodes
@@ -114,11 +114,11 @@ def p_peer_exponential(n: int, seed: int = 0, *, p: int = 2, order: Order = "cyc
 
 
 def alternating_exponential_ring(n: int, seed: int = 0) -> Graph:
-    """Return the alternating exponential ring, which uses half of a hypercube's pairs per round.
+    """Return the alternating exponential ring, which splits each one-peer hypercube round in two.
 
-    The pairs i, i xor 2^k of all k are numbered consecutively, from 0. Pairs with odd numbers take
-    their mean in round 2k, pairs with even numbers in round 2k+1. The other nodes are idle in that
-    round. The graph is symmetric and doubly stochastic, with degree 1 and period 2 log2 n, and
+    The pairs i, i xor 2^k are numbered from 0, first for k = 0, and so on. Pairs with odd numbers
+    take their mean in round 2k, pairs with even numbers in round 2k+1. The other nodes are idle in
+    that round. The graph is symmetric and doubly stochastic, with degree 1 and period 2 log2 n, and
     computes the exact average in each period. Source: Wang et al., From promise to practice
     (Decent-DP), ICLR 2025, arXiv 2410.11998.
 

@@ -1,9 +1,8 @@
 """Graphs with lost links and absent nodes, whose rounds get new weights that still sum to one.
 
-The weight of a lost link is added to the own weight of a node at one of its ends, so that each
-round keeps the properties of the graph. In particular, rows and columns of a doubly stochastic
-graph still sum to one, and the mean of the nodes is preserved. The lost links and absent nodes of a
-round are determined by the seed and the number of the round.
+Lost weights are added to own weights. If the rows or the columns of a graph sum to one, they still
+do. If both do, the mean of the nodes is preserved. The lost links and absent nodes of a round are
+determined by the seed and the number of the round.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from mpigossip.graphs.rounds import TOLERANCE, Round, SparseMatrix
 
 
 def least_rounds(share: float) -> float:
-    """Return the mean number of consecutive rounds in which an item is off: 1/(1 − ``share``).
+    """Return the mean number of consecutive rounds for which an item is off, 1/(1 − ``share``).
 
     This number holds if the state of the item is drawn independently in each round. If the state
-    persists, the number is larger.
+    persists, the number is larger. The result is inf if ``share`` is 1.
 
     :param share: probability that an item is off in a round
     """
@@ -112,7 +111,8 @@ class Links:
     ``lost_rounds`` the mean number of consecutive rounds for which it does so (0: rounds are
     independent). ``away`` and ``away_rounds`` are the same numbers for nodes, which lose all their
     links. If ``ticks`` is not 0, a node takes part only in rounds in which its Poisson clock ticks;
-    ``ticks`` is the mean number of ticks per round.
+    ``ticks`` is the mean number of ticks per round. The numbers of rounds have the limits of
+    `OnOff`.
     """
 
     n: int
@@ -181,7 +181,7 @@ def _round_at(faulty: Faulty, t: int) -> Round:
 
 
 def faulty(graph: Graph, links: Links) -> Graph:
-    """Return the graph with lost links and absent nodes as in ``links``."""
+    """Return the graph with lost links and absent nodes as in ``links``, for the same n."""
     named = {k: v for k, v in vars(links).items() if v and k not in ("n", "seed")}
     options = (*graph.options, *named.items())
     schedule = cast("Any", Faulty(graph, links))

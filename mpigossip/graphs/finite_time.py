@@ -76,11 +76,12 @@ def _digits(n: int, base: int) -> list[tuple[int, int]]:
 def _simple_base(nodes: Sequence[int], k: int) -> list[Pairs]:
     """Return the rounds of the Simple Base-(k+1) graph (algorithm 2 of the paper).
 
-    Nodes are divided into blocks V_1 > V_2 > … of a_l (k+1)^p_l nodes, and block l into a_l
-    sub-blocks. First, each block averages internally. Then, for l = 1, 2, …, each node of the later
-    blocks exchanges with one partner in each sub-block of V_l. The weight is chosen so that the
-    mean of each sub-block, and the mean of the later blocks, becomes the mean of all nodes.
-    Finally, the sub-blocks average internally.
+    If the number of nodes has no prime factor above k+1, these are the rounds of a hyper-hypercube.
+    Otherwise, nodes are divided into blocks V_1, V_2, … of a_l (k+1)^p_l nodes with p_1 > p_2 > …,
+    and block l into a_l sub-blocks. First, each block averages internally. Then, for l = 1, 2, …,
+    each node of the later blocks exchanges with one partner in each sub-block of V_l. The weight is
+    chosen so that the mean of each sub-block, and the mean of the later blocks, becomes the mean of
+    all nodes. Finally, the sub-blocks average internally.
 
     :param nodes: numbers of the nodes
     :param k: largest number of neighbours of a node in a round
@@ -219,7 +220,7 @@ def base(k: int) -> Callable[..., Graph]:
 
 
 def tree(parents: Sequence[int]) -> Graph:
-    """Return the rounds on a tree whose product is the exact average.
+    """Return the rounds on a tree of at least two nodes whose product is the exact average.
 
     First, level by level from the deepest, each node sends its whole value to its parent and keeps
     nothing. Then, level by level from the root, a node u with d_u nodes in its subtree sends to

@@ -38,7 +38,7 @@ def cross_rack_fraction(graph: Graph, racks: Sequence[Hashable]) -> float:
 
     :param graph: graph over the ranks
     :param racks: rack of each rank
-    :raises GraphError: if the number of racks is not the number of nodes
+    :raises GraphError: if ``racks`` does not have one entry per node
     """
     counts = usage(graph)
     label = _labels(racks, graph.n)
@@ -51,7 +51,7 @@ def renumber_for_racks(
 ) -> Graph:
     """Return the graph, renumbered so that few messages cross between racks.
 
-    :func:`graph_nodes_for` has the same parameters and describes the search.
+    :func:`graph_nodes_for` has the same parameters and errors, and describes the search.
     """
     return renumbered(graph, graph_nodes_for(graph, racks, order))
 
@@ -63,15 +63,15 @@ def graph_nodes_for(
 
     The search starts once with node i for rank i, and once with the ranks in the order ``order``.
     It swaps the graph nodes of two ranks as long as this reduces the number of messages between
-    racks, up to a limit of work for large n. The better of both results is returned. A graph that
-    is drawn in each round is not renumbered, because all of its nodes are equivalent. The time of a
+    racks, up to a limit of work for large n. The better of both results is returned. For a graph
+    that is drawn in each round, or has fewer than three nodes, the result is 0 … n−1. The time of a
     swap grows with n², so one rank should compute the result for all. The memory grows with the
     number of edges.
 
     :param graph: graph to renumber
     :param racks: rack of each rank
-    :param order: order of the ranks for the second starting point; None: by rack
-    :raises GraphError: if the number of racks is not the number of nodes
+    :param order: ranks that get nodes 0, 1, … at the second starting point; None: ranks by rack
+    :raises GraphError: if ``racks`` does not have one entry per node
     """
     label = _labels(racks, graph.n)
     if isinstance(graph.schedule, Drawn) or graph.n < 3:
@@ -84,7 +84,7 @@ def graph_nodes_for(
 
 
 def _crossing(counts: Any, rack_of: np.ndarray) -> float:
-    """Return the number of messages between racks.
+    """Return the sum of ``counts`` over the pairs of graph nodes in different racks.
 
     :param counts: number of messages between each pair of graph nodes, a csr_array (n, n)
     :param rack_of: number of the rack of each graph node, (n,)
@@ -94,7 +94,10 @@ def _crossing(counts: Any, rack_of: np.ndarray) -> float:
 
 
 def _labels(racks: Sequence[Hashable], n: int) -> np.ndarray:
-    """Return a number for the rack of each node, (n,); racks are numbered as they first occur."""
+    """Return the number of the rack of each rank, (n,); racks are numbered as they first occur.
+
+    :raises GraphError: if ``racks`` does not have n entries
+    """
     if len(racks) != n:
         raise GraphError(f"{len(racks)} racks are named for {n} nodes; name one rack for each node")
     numbers = {rack: k for k, rack in enumerate(dict.fromkeys(racks))}

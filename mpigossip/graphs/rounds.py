@@ -1,8 +1,8 @@
 """Rounds of averaging; each is a mixing matrix W, stored as a circulant or as sparse rows.
 
-Both classes have the same methods. `neighbours(i)` and, after its first call, `receivers(j)` take
-time proportional to the degree, and `apply(x)` takes time proportional to the number of edges.
-W[i, j] is the weight that node i gives to the message of j.
+Both classes have the methods that graphs use. `neighbours(i)` and, after its first call,
+`receivers(j)` take time proportional to the degree, and `apply(x)` takes time proportional to the
+number of edges. W[i, j] is the weight that node i gives to the message of j.
 """
 
 from collections.abc import Sequence

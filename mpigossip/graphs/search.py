@@ -1,6 +1,6 @@
 """Search for the graph that averages fastest within a limit on the degree or number of edges.
 
-The objective follows Jameel, Jawed, Schmidt-Thieme (Optimal Topology Search for Fast Model
+The default objective follows Jameel, Jawed, Schmidt-Thieme (Optimal Topology Search for Fast Model
 Averaging in Decentralized Parallel SGD, PAKDD 2020): find the graph whose Laplacian weights average
 fastest. Let λ_1 be the largest and λ_{n−1} the smallest non-zero eigenvalue of the Laplacian. The
 best graph has the largest ratio r = λ_{n−1}/λ_1, because ρ(W − 11ᵀ/n) = (1−r)/(1+r). The search
@@ -29,14 +29,14 @@ from mpigossip.graphs.base import Graph, GraphError
 from mpigossip.graphs.weights import undirected
 
 WEIGHTS = ("laplacian", "metropolis-hastings", "max-degree")
-"""Rules of weights for which a search can find the best graph."""
+"""Rules of weights for which a graph can be searched."""
 
 HOT = 0.02
 COLD = 0.0005
 """Temperatures at the start (HOT) and at the end of annealing, in units of the score."""
 
 Progress = Callable[[float, float, int], None]
-"""Function that a search calls about twice per second.
+"""Function that a search calls at most twice per second, when it accepts a candidate.
 
 Its arguments are the used fraction of the budget, the best score, and the number of judged graphs.
 """
@@ -121,8 +121,8 @@ def task_of(n: int, degree: int | None, edges: int | None, weights: str) -> Sear
     :param degree: largest number of neighbours of a node; None: no limit
     :param edges: largest number of edges; None: no limit
     :param weights: name of the rule of weights, one of `WEIGHTS`
-    :raises GraphError: if no connected graph fits these limits, if none of both limits is given, or
-        if the rule is not one of `WEIGHTS`
+    :raises GraphError: if no connected graph fits these limits, if neither limit is given, if a
+        limit is larger than any graph of n nodes reaches, or if the rule is not one of `WEIGHTS`
     """
     if n < 2:
         raise GraphError(f"n = {n}: a search needs at least 2 nodes; raise n")
@@ -141,7 +141,9 @@ def task_of(n: int, degree: int | None, edges: int | None, weights: str) -> Sear
     largest_edges = n * degree // 2
     edges = largest_edges if edges is None else min(edges, largest_edges)
     if degree < min(2, n - 1):
-        raise GraphError(f"no connected graph of {n} nodes has degree {degree}; allow at least 2")
+        raise GraphError(
+            f"no connected graph of {n} nodes has degree {degree}; allow at least {min(2, n - 1)}"
+        )
     if edges < n - 1:
         raise GraphError(
             f"{edges} edges can't connect {n} nodes; allow at least {n - 1} (degree {degree} "
@@ -176,7 +178,7 @@ def search(
     :param evaluations: number of judged graphs after which the search ends. With this limit alone,
         the result depends on the seed only, not on the processor
     :param seed: seed of all random numbers
-    :param progress: function that is called about twice per second; see `Progress`
+    :param progress: function that is called with the progress; see `Progress`
     :raises GraphError: if an argument is invalid, if no connected graph fits the limits, or if the
         search ended before it found one
     """
@@ -297,7 +299,8 @@ def _jump_sets(n: int, degree: int) -> Iterable[tuple[int, ...]]:
 def _circulants(task: SearchTask, sets: Iterable[tuple[int, ...]]) -> Iterable[tuple[tuple, float]]:
     """Yield each set of jumps with the score of its circulant graph.
 
-    The eigenvalues of its Laplacian are λ_k = Σ_jumps (2 − 2 cos(2πk·jump/n)).
+    The eigenvalues of its Laplacian are λ_k = Σ_jumps (2 − 2 cos(2πk·jump/n)), where the term of
+    the jump n/2 counts half.
     """
     n = task.n
     waves = 1.0 - np.cos(2 * np.pi / n * (np.outer(np.arange(n // 2 + 1), np.arange(1, n)) % n))
@@ -327,7 +330,7 @@ def search_circulants(
     :param edges: largest number of edges; None: no limit
     :param weights: as in :func:`search`
     :param limit: largest number of sets of distances that may be tried
-    :param progress: function that is called about twice per second; see `Progress`
+    :param progress: function that is called with the progress; see `Progress`
     :raises GraphError: if an argument is invalid, if n and ``degree`` are odd, if there are more
         sets of distances than ``limit``, or if no graph within the limits is connected
     """
@@ -340,7 +343,7 @@ def search_circulants(
     count = divisors * math.comb(max(0, (n - 1) // 2 - 1), max(0, task.degree // 2 - 1))
     if count > limit:
         raise GraphError(
-            f"{count} circulant graphs of {n} nodes and degree {degree} are more than the limit "
+            f"{count} circulant graphs of {n} nodes and degree {degree} are more than "
             f"limit = {limit}; raise limit, or search all graphs by annealing"
         )
     budget = Budget(None, max(1, count))
@@ -376,7 +379,10 @@ def save(result: SearchResult, path: str | Path) -> Path:
 
 
 def check_target(path: Path) -> None:
-    """Raise GraphError if `save` could not write to ``path``; call it before a search."""
+    """Check the suffix and the folder of a path for `save`; call this before a search.
+
+    :raises GraphError: if the suffix is not .json, or the folder does not exist
+    """
     if path.suffix != ".json":
         raise GraphError(f'"{path}": a graph is saved as JSON; use the suffix .json')
     if not path.parent.is_dir():

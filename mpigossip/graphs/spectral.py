@@ -1,9 +1,9 @@
 """Speed with which a graph averages: spectral gap, consensus rate, rounds to the exact average.
 
 Circulant rounds commute, so the eigenvalues of their product are products of eigenvalues, which the
-FFT computes. Other graphs are treated as dense matrices for small n, and by iterative methods of
-scipy for larger n. In this module, J = 11ᵀ/n is the exact average, ρ the spectral radius, and Π W =
-W(t−1) … W(1) W(0) the product of rounds.
+FFT computes. Most functions treat other graphs as dense matrices for small n, and by iterative
+methods of scipy for larger n. In this module, J = 11ᵀ/n is the exact average, ρ the spectral
+radius, and Π W = W(t−1) … W(1) W(0) the product of rounds.
 """
 
 import math
@@ -24,8 +24,8 @@ takes long for more nodes.
 """
 
 DENSE = 1024
-"""Largest n for which products of non-circulant rounds are computed as dense matrices. For the
-spectral gap of a static graph, the limit is twice this number.
+"""Largest n for which norms of products of non-circulant rounds are computed from dense matrices.
+For the spectral radius, on which the spectral gap depends, the limit is twice this number.
 """
 
 COLUMNS = 32
@@ -101,8 +101,8 @@ def consensus_rate(graph: Graph, rounds: int | None = None) -> float:
     """Return the factor by which a round reduces disagreement in the long run.
 
     Let J = 11ᵀ/n, and Π W the product of rounds. For a periodic graph, the factor is ρ(Π W −
-    J)^(1/period), which is 0 if the graph computes the exact average after some rounds. For a graph
-    without a period, it is the estimate ‖Π W − J‖_2^(1/rounds), which depends on the graph's seed.
+    J)^(1/period), which is 0 if one period computes the exact average. For a graph without a
+    period, it is the estimate ‖Π W − J‖_2^(1/rounds) from the first rounds.
 
     :param graph: graph to examine
     :param rounds: number of rounds of the estimate, not used for a graph with a period; None: four
@@ -269,8 +269,8 @@ def rounds_to_exact(graph: Graph, start: int = 0, limit: int | None = None) -> i
 
     :param graph: graph to examine
     :param start: first round
-    :param limit: largest number of rounds to try; None: two periods, or 4 ⌈log2 n⌉ + 4 if that is
-        more, and one round of a static graph, which is exact after one round or never
+    :param limit: largest number of rounds to try; None: one round of a static graph, otherwise two
+        periods, or 4 ⌈log2 n⌉ + 4 rounds if that is more
     """
     n = graph.n
     if n == 1:
@@ -333,8 +333,8 @@ def effective_neighbours(graph: Graph, gamma: float = 0.951) -> float:
     variance of a random walk with decay γ. For static symmetric W this is the definition of Vogels,
     Hendrikx and Jaggi (Beyond spectral gap, JMLR 24, 2023): (1/(1−γ)) / (1/n Σ λ_i²/(1 − λ_i² γ)).
     For graphs that are not static, the sum is averaged over first rounds s: up to 16 rounds of a
-    period, or four rounds if there is no period. Above 256 nodes, norms of rounds that are not
-    circulant are estimated from 32 columns.
+    period, or four rounds if there is no period. Above 256 nodes (1,024 for static symmetric
+    graphs), norms of rounds that are not circulant are estimated from 32 columns.
 
     :param graph: graph to examine
     :param gamma: γ in [0, 1); the default is the value that Vogels et al. fitted for 32 nodes

@@ -19,8 +19,8 @@ def averaging_gap(graph: Graph) -> float:
 
     This is the spectral gap of a static graph, and 1 − consensus rate of any other graph. A graph
     that computes the exact average in R rounds has the averaging gap 2/(1+R). For the one-peer
-    exponential graph, this is the gap of the static exponential graph; both have transients of the
-    same order (Ying et al. 2021).
+    exponential graph of n = 2^τ nodes, this is the gap of the static exponential graph; both have
+    transients of the same order (Ying et al. 2021).
     """
     exact = spectral.rounds_to_exact(graph)
     return _gap(exact, spectral.consensus_rate(graph) if exact is None else 0.0)
@@ -52,9 +52,10 @@ def transient_of(
 
     These are n³C² for equal data on all nodes and n³C²D² for different data, with C = 1 + β + … +
     β^(H−1), D = min(H, 1/(1−β)) and β = 1 − (1−ρ) · ``gossip_share``. Both are 0 if every step is
-    the exact average. Source: Chen et al., Accelerating Gossip SGD with Periodic Global Averaging,
-    ICML 2021 (quoted from memory). The limits are the rates of gossip (H = ∞) and of local SGD (no
-    gossip: C = D = H). The factor ``gossip_share`` of the gap is an estimate of this package.
+    the exact average or n = 1, and inf if no step averages. Source: Chen et al., Accelerating
+    Gossip SGD with Periodic Global Averaging, ICML 2021 (quoted from memory). The limits are the
+    rates of gossip (H = ∞) and of local SGD (no gossip: C = D = H). The factor ``gossip_share`` of
+    the gap is an estimate of this package.
 
     :param n: number of nodes
     :param gap: averaging gap 1 − ρ of the graph
@@ -154,7 +155,7 @@ def gradient_floor(
     batch: int,
     diameter: int | None,
 ) -> np.ndarray:
-    """Return the smallest possible E ‖∇f(x̄)‖² after ``steps`` steps.
+    """Return the smallest possible E ‖∇f(x̄)‖² after ``steps`` steps, up to a constant.
 
     This is :func:`lower_bound` solved for ε²; the other parameters and the errors are described
     there.
@@ -215,8 +216,8 @@ def quadratic_limit(
     :param curvature: a, curvature of each node's loss, (n, d)
     :param lr: learning rate
     :param style: "atc": x ← W(x − lr a(x − b)); "awc": x ← W x − lr a(x − b)
-    :raises GraphError: if the graph has no period or too many nodes, or D-PSGD diverges at this
-        rate
+    :raises GraphError: if the graph has no period or more than `spectral.LARGE` nodes, or D-PSGD
+        diverges at this rate
     """
     if graph.period is None or graph.n > spectral.LARGE:
         raise GraphError(
@@ -261,7 +262,7 @@ def vectors_per_round(graph: Graph) -> float:
 
 
 def describe(graph: Graph) -> dict[str, object]:
-    """Return all values that `mpigossip graph show` prints; a value is None if it is undefined."""
+    """Return facts of a graph for `mpigossip graph show`; a value is None if it is undefined."""
     exact = spectral.rounds_to_exact(graph)
     rate = spectral.consensus_rate(graph)
     iid, non_iid = _transient(graph.n, _gap(exact, rate))

@@ -25,7 +25,7 @@ from mpigossip.graphs.weights import rule
 NETWORKX = (".graphml", ".gml", ".edgelist", ".adjlist")
 NODES = 1 << 16
 LARGEST = 1 << 26
-"""Largest number of nodes of a graph in a file (NODES), and of bytes of the file (LARGEST)."""
+"""Largest number of nodes of a graph in a JSON file (NODES), and of bytes of a file (LARGEST)."""
 
 
 def is_network(value: object) -> bool:
@@ -39,6 +39,7 @@ def _round(network: Any, weights: str | None, order: Sequence[object]) -> Round:
     :param network: networkx graph
     :param weights: as in :func:`from_networkx`
     :param order: labels of the nodes in the order of their numbers
+    :raises GraphError: if a weight is not a number, or the rule is unknown or cannot be applied
     """
     number = {label: i for i, label in enumerate(order)}
     weight_of: dict[tuple[int, int], float | None] = {}
@@ -65,6 +66,8 @@ def _order(network: Any) -> list[object]:
 
     The labels 0 … n−1 are the numbers themselves. Other labels are numbered in the order of the
     network.
+
+    :raises GraphError: if there are no nodes
     """
     labels = list(network.nodes)
     if not labels:
@@ -96,8 +99,8 @@ def from_sequence(
     :param items: networkx graphs, or matrices of shape (n, n)
     :param weights: rule for networkx graphs, as in :func:`from_networkx`
     :param name: name of the graph in messages
-    :raises GraphError: if networkx graphs have different nodes or are mixed with matrices, or if an
-        item is no valid graph or matrix
+    :raises GraphError: if networkx graphs have different nodes or are mixed with matrices, if an
+        item is no valid graph or matrix, or if there are no items
     """
     items = list(items)
     if not any(is_network(item) for item in items):
@@ -142,7 +145,7 @@ def _call(function: Callable, name: str, options: Mapping[str, Any], **arguments
     """Call a user's function and return its result as a graph.
 
     The function is called with all ``options``, and with those ``arguments`` for which it has
-    parameters.
+    parameters. If it has other parameters without defaults, it gets ``arguments`` by position.
 
     :param function: function of a user
     :param name: name of the function in messages
@@ -280,7 +283,8 @@ def _edges(edges: Any, n: int, directed: bool, path: Path) -> SparseMatrix:
     :param n: number of nodes
     :param directed: True: pairs are (sender, receiver); False: messages go both ways
     :param path: path of the file, for messages
-    :raises GraphError: if ``edges`` is not a list of distinct pairs of different nodes
+    :raises GraphError: if ``edges`` is not a list of distinct pairs of different nodes, or if n is
+        not from 1 to `NODES`
     """
     try:
         pairs = np.array(edges)
@@ -314,7 +318,9 @@ def _edges(edges: Any, n: int, directed: bool, path: Path) -> SparseMatrix:
 def _network(path: Path) -> Any:
     """Return the networkx graph in a file, with the nodes 0 … n−1.
 
-    Labels that are these numbers are kept; other labels are numbered in ascending order.
+    Labels that are these numbers are kept; other labels are numbered in their ascending order.
+
+    :raises GraphError: if the file can't be read
     """
     import networkx
 

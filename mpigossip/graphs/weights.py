@@ -30,6 +30,8 @@ def as_sparse(r: Round) -> SparseMatrix:
 def links(graph: Graph) -> Any:
     """Count the messages from each node (row) to each other node (column) in all rounds.
 
+    Each different round of a graph counts once; for a drawn graph, these are its first rounds.
+
     :return: a scipy csr_array of shape (n, n)
     """
     from scipy.sparse import csr_array
@@ -255,6 +257,7 @@ def undirected(
     :param n: number of nodes
     :param edges: undirected edges (i, j), each given once
     :param weights: name of the rule, as in `graph.weights`
+    :raises GraphError: if there is no such rule, or if it finds no weights
     """
     pairs = np.array(sorted(edges), np.int64).reshape(-1, 2)
     to, source = np.concatenate((pairs, pairs[:, ::-1])).T

@@ -44,7 +44,7 @@ LAYERS = 4
 """Number of hidden layers, 512 x 512 each: 1.05 M parameters with the first and the last layer."""
 SECONDS = 6.0
 """Approximate seconds for which a cell is measured. The number of measured steps is a multiple of
-the period of the cell's cadence, or of 4 if the cadence has no period."""
+the period that the cell's settings name, or of 4 if they name none."""
 
 
 class Network(NamedTuple):
@@ -305,7 +305,7 @@ def ddp(world, slow: str):
 
 
 def measure(world, step, period: int) -> dict:
-    """Measure the whole periods that fit into about SECONDS, at least one.
+    """Measure the whole periods that fit into about SECONDS and into 160 steps, at least one.
 
     :param world: all ranks
     :param step: function that makes a step
@@ -456,9 +456,9 @@ def main() -> None:
     """Measure, or show the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("atlas.jsonl"))
-    parser.add_argument("--networks", default=";".join(NETWORKS), help="separated by ;")
-    parser.add_argument("--methods", help="separated by ;")
-    parser.add_argument("--clock", action="store_true", help="the cells of the virtual clock")
+    parser.add_argument("--networks", default=";".join(NETWORKS), help="names, separated by ;")
+    parser.add_argument("--methods", help="names, separated by ; (default: all)")
+    parser.add_argument("--clock", action="store_true", help="methods that check the virtual clock")
     parser.add_argument("--show", action="store_true")
     for name in ("--ranks", "--slow"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)

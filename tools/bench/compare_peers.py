@@ -98,7 +98,7 @@ def contenders(ranks: MPIWorld, count: int) -> list[Any]:
     """Return a limit, and all contenders that average a vector.
 
     The limit is the time of averaging two arrays in private memory, without communication. DDP is
-    measured here with three bucket sizes, and is included with the fastest one.
+    measured here with up to three bucket sizes, and is included with the fastest one.
 
     :param ranks: all ranks
     :param count: number of float32 elements of the vector
@@ -241,7 +241,7 @@ class GossipTraining:
 
 
 def job_of(options, algorithm: str, style: str = "atc", graph: str = "one-peer-exponential"):
-    """Return a job with a constant learning rate and momentum 0.9.
+    """Return the settings of a job with a constant learning rate and momentum 0.9, by section.
 
     :param options: options of the command line: data, model, batch and learning rate
     :param algorithm: name of the algorithm

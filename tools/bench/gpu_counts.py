@@ -184,7 +184,9 @@ def note_pinned_memory() -> None:
 def counted_steps(
     step: Callable[[], Any], elements: int, counter: Counter | None = None
 ) -> dict[str, float]:
-    """Make the steps, and return the mean counts of a step; bytes per byte of the model.
+    """Make the steps, and return the mean counts of a step, by name.
+
+    "bytes" and "model_bytes" are divided by the bytes of the model, whose ``elements`` are added.
 
     :param step: function that makes one step
     :param elements: number of elements of the model on this rank
@@ -330,7 +332,7 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def count(names: list[str], checkout: Path, folder: Path, limit_s: float) -> dict[str, Any]:
-    """Count scenarios with equal numbers of ranks in a checkout, and return those that succeed.
+    """Count scenarios with equal numbers of ranks; return the counts of successful ones, by name.
 
     :param names: names of the scenarios
     :param checkout: checkout to count in
@@ -392,7 +394,10 @@ def table(counts: dict[str, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    """Read the command line, count, and print the table."""
+    """Read the command line, count, and print the table.
+
+    :raises SystemExit: if a scenario has no result
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--checkout", type=Path, default=HERE.parents[2])
     parser.add_argument("--only", nargs="+", choices=[*SCENARIOS], default=[*SCENARIOS])

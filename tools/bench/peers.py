@@ -126,7 +126,8 @@ class Vectors(torch.nn.Module):
 class Neighbour:
     """Averaging by plain gloo along the one-peer exponential graph.
 
-    In round k, rank i sends to i + 2^k, receives from i − 2^k, and sets x ← ½ (x + received).
+    In round t, with k = t mod ⌈log2 n⌉, rank i sends to i + 2^k (modulo n), receives from i − 2^k,
+    and sets x ← ½ (x + received).
     """
 
     name = "gloo isend/irecv, directed"
@@ -167,7 +168,7 @@ class Neighbour:
 
 
 class Pairs(Neighbour):
-    """Averaging by plain gloo in pairs: in round k, ranks i and i xor 2^k exchange vectors."""
+    """Averaging by plain gloo in pairs: ranks i and i xor 2^k exchange, with the k of Neighbour."""
 
     name = "gloo isend/irecv, pairs"
     pairs = True

@@ -29,7 +29,8 @@ def select(sizes: dict[str, int], size: int) -> list[str]:
     """Select files in the order of the checksums of their names; return the names.
 
     :param sizes: size of each file in bytes, by name
-    :param size: total size in bytes; the last selected file reaches or exceeds it
+    :param size: total size in bytes, which the last selected file reaches or exceeds; if all files
+        together are smaller, all are selected
     """
     names = []
     total = 0
@@ -42,7 +43,7 @@ def select(sizes: dict[str, int], size: int) -> list[str]:
 
 
 def members(archive: Path) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo, str]]:
-    """Yield each C file of at most LARGEST bytes in the kernel's tar archive.
+    """Yield each C file of 1 to LARGEST bytes in the kernel's tar archive.
 
     :return: the open archive, the file's entry in it, and its path below the archive's top folder
     """
@@ -111,6 +112,7 @@ def main(words: list[str] | None = None) -> None:
     """Write the text, and print its size.
 
     :param words: words of the command line; None: the words of ``sys.argv``
+    :raises SystemExit: if an option is invalid, or the package can't be downloaded
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="new folder for the text")
@@ -139,7 +141,7 @@ def main(words: list[str] | None = None) -> None:
     if total < 0.99e6 * options.megabytes:
         print(
             f"--megabytes {options.megabytes:g}: only {total / 1e6:.1f} MB were written, because "
-            "the package has no more C files that are small enough and UTF-8",
+            "too few of the package's C files are small enough and UTF-8; pass another --package",
             file=sys.stderr,
         )
 

@@ -1,14 +1,14 @@
 """Run the checks of gpu_check.sh, and print a table with the result and the limit of each.
 
-Each check is a function of measures.py or several.py. It runs in its own processes with its own
-time limit. If a check fails or hangs, its row says so, and the others are not affected. Checks of
-correctness come first. Checks that need several GPUs come last, and are not run if there is only
-one. Most limits of rates are measured in the same run.
+Each check is a function of measures.py or several.py, or a selection of tests. It runs in its own
+processes with its own time limit. If a check fails or hangs, its row says so, and the others are
+not affected. Checks of the correctness of an exchange come first. Checks that need several GPUs
+come last, and are not run if there is only one. Most limits of rates are measured in the same run.
 
 At the end, the table is printed, inserted at the top of GPU_RESULTS.md (in the folder of `--out`),
 and written next to it as JSON. `--from N` continues with row N. To test the checks themselves,
 `--rehearse` runs them on the CPU at small sizes, and `--double` runs them on the CPU emulation of
-CUDA that the tests use; such results say nothing about GPUs.
+CUDA that the tests use. Such results say nothing about GPUs, and are written only with `--out`.
 """
 
 import argparse
@@ -62,7 +62,7 @@ class Check(NamedTuple):
     """Time limit of the check in seconds."""
     measure: str
     """Words that name a function of measures.py, or of several.py if several GPUs are needed, and
-    its arguments."""
+    its arguments; "tests": the tests with the marker "gpu"."""
     ranks: int = 0
     """Number of MPI ranks; 0: one process without MPI."""
     gpus: int = 1
@@ -143,7 +143,7 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, at small sizes")
     parser.add_argument("--double", action="store_true", help="on the tests' emulation of GPUs")
     parser.add_argument("--gpus", type=int, help="number of GPUs to use, from the first one")
-    parser.add_argument("--only", default="", help="rows whose text has this word")
+    parser.add_argument("--only", default="", help="rows whose title contains this text")
     parser.add_argument(
         "--from",
         type=int,
@@ -217,7 +217,8 @@ def run_checks(
 
     :param place: device and size of the measurements
     :param rows: list to which rows are appended
-    :param ends: time, by the monotonic clock, after which no check begins
+    :param ends: end of the time limit of all checks, by the monotonic clock, in seconds; in its
+        last 15 s, no check begins
     :param checks: the checks
     :param gpus: number of GPUs
     """
@@ -226,9 +227,11 @@ def run_checks(
         began = time.monotonic()
         try:
             if ends - began < 15:
-                raise NotRun("less than 15 s of the time limit of all checks are left")
+                raise NotRun(
+                    "less than 15 s of the time limit of all checks are left; continue by --from"
+                )
             if check.gpus > gpus:
-                raise NotRun(f"needs {check.gpus} GPUs or more, but finds {gpus}")
+                raise NotRun(f"needs {check.gpus} GPUs or more, but there are {gpus}")
             result, good = run_check(check, place, min(ends - began, check.seconds))
         except NotRun as reason:
             result = f"not run: {reason}"
@@ -271,7 +274,7 @@ def result_of(command: list[str], place: Place, seconds: float):
     :param place: device and size of the measurement
     :param seconds: time limit
     :raises NotRun: if the command takes longer than ``seconds``
-    :raises RuntimeError: if the command fails without such a line; the message contains its error
+    :raises RuntimeError: if the command ends without such a line; the message contains its error
     """
     done = run_command(command + (["--rehearse"] if place.rehearsed else []), seconds)
     results = re.findall(r"^RESULT (.*)", done.stdout, re.MULTILINE)
@@ -285,7 +288,7 @@ def result_of(command: list[str], place: Place, seconds: float):
 
 
 def run_command(command: list[str], seconds: float):
-    """Run a command and return it with its output.
+    """Run a command; return its exit code and output as a CompletedProcess.
 
     :raises NotRun: if it takes longer than ``seconds``; its output until then is printed
     """
@@ -301,13 +304,13 @@ def run_command(command: list[str], seconds: float):
 
 
 def run_gpu_tests(place: Place, seconds: float) -> tuple[str, bool]:
-    """Run the tests with the marker "gpu" in a separate process.
+    """Run the tests with the marker "gpu" in a separate process; in a rehearsal, collect them only.
 
     :return: last line of pytest's output, and whether all tests pass
     :raises NotRun: if pytest is not installed, or if the tests take longer than ``seconds``
     """
     if importlib.util.find_spec("pytest") is None:
-        raise NotRun("pytest is not installed")
+        raise NotRun("pytest is not installed; install it by pip")
     files = ["tests/test_gpu.py", "tests/groups/test_groups.py", "tests/data/test_sources.py"]
     # The options in pyproject.toml need plug-ins that may be missing here, so drop them.
     command = [sys.executable, "-m", "pytest", *files, "-m", "gpu", "-q", "-p", "no:cacheprovider"]

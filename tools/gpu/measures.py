@@ -91,7 +91,8 @@ def gpu_names() -> list[str]:
 def device(place: Place):
     """Return the number of GPUs, and a text with their name and the versions of libraries.
 
-    If no GPU can be used, the number is 0, and the text is the reason.
+    If no GPU can be used, the number is 0, and the text is the reason. In a rehearsal on the CPU,
+    the number is 1.
     """
     if importlib.util.find_spec("torch") is None:
         return 0, f"the module torch is not installed for {sys.executable}"

@@ -92,6 +92,7 @@ class Checkout:
     """A folder with the code of the package, and functions that run commands with this code.
 
     :raises ArgumentError: if the folder is not a checkout, or Python imports another package
+    :raises CommandFailed: if Python can't import the package
     """
 
     def __init__(self, folder: Path):
@@ -111,7 +112,10 @@ class Checkout:
             )
 
     def commit(self) -> str | None:
-        """Return the checked-out commit; None if there are local changes or no repository."""
+        """Return the checked-out commit; None if mpigossip/ or jobs/ has local changes.
+
+        The result is also None if the folder is not the top folder of a repository.
+        """
         words = ["git", "-C", str(self.folder)]
         with contextlib.suppress(CommandFailed, OSError):
             top = self._run([*words, "rev-parse", "--show-toplevel"]).strip()
@@ -338,7 +342,8 @@ class Store:
     def get(self, job: Job) -> Result:
         """Return the stored result of a job; if there is none, run the job and store its result.
 
-        The results of failed jobs and of jobs that only read are not stored.
+        A result that was stored for another command is not used. The results of failed jobs and of
+        jobs that only read are not stored.
         """
         folder = self.folder / job.name
         path = folder / "result.json"

@@ -69,7 +69,8 @@ class Toy(Driver):
 def run(periods: dict[str, int], nodes: int, rounds: int, lr: float, noise: float, seed: int):
     """Return f at the average of all nodes, (rounds, 512), at the end of each round.
 
-    :param periods: steps between two averages of each array of Adam's state, by name
+    :param periods: steps between two averages of each array of Adam's state, by name; arrays that
+        it does not name stay on their node
     :param nodes: number of nodes
     :param rounds: number of averages of x
     :param lr: learning rate

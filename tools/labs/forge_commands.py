@@ -3,21 +3,21 @@
     python tools/labs/forge_commands.py [--count 1000] [--seed 0] [--keep DIR]
     python tools/labs/forge_commands.py --ranks --count 40
 
-The second command resumes forged checkpoints on 1, 3 and 4 ranks. Files are changed as by
+The second command resumes forged checkpoints on 1, 3 or 4 ranks. Files are changed as by
 tools/labs/forge.py. In addition, texts inside the files are changed, with correct checksums: job,
 environment, summary, counters, facts.
 
-Each case is a run directory whose log or newest checkpoint is forged; in half of the cases, there
-is no other checkpoint. A forged log is read by `log show` and `log export`; each of `log plot`,
-`report` and `resume --simulate` reads one of five forged logs. A forged checkpoint is read by
-`checkpoint show|verify|export`, `resume --simulate` and `simulate` of the job.
+Each case is a run directory whose log or newest checkpoint is forged; in about half of the cases,
+there is no other checkpoint. A forged log is read by `log show` and `log export`; each of `log
+plot`, `report` and `resume --simulate` reads about one of five forged logs. A forged checkpoint is
+read by `checkpoint show|verify|export`, `resume --simulate` and `simulate` of the job.
 
 The following results are wrong, and are printed: a traceback, a hang, an exit code other than 0, 1,
-2 and 75, an exit without a message of mpigossip, an import that the forged file requests, a file
-opened outside of the run directory, and a training that begins at step 0 although there is a
-checkpoint. Crashes of the HDF5 library, which `mpigossip` converts to a message, and control
-characters in the output are counted, but are not wrong. The exit code is 1 if any result is wrong.
-Ranks are started by MPIGOSSIP_MPIEXEC, as in the tests.
+2 and 75, a failure without a message, an import that the forged file requests from a command that
+does not train, a file opened in the folder to which forged links refer, and a training that begins
+at step 0 although there is a checkpoint. Crashes of the HDF5 library, which `mpigossip` converts to
+a message, and control characters in the output are counted, but are not wrong. The exit code is 1
+if any result is wrong. Ranks are started by MPIGOSSIP_MPIEXEC, as in the tests.
 """
 
 import argparse
@@ -340,7 +340,7 @@ def check_commands(kind: str, run: Path, watch: Watch, top: Path, draw: random.R
         text = out.read_bytes().decode(errors="replace")
         problem = describe_problem(words, result, text)
         if watch.seen():
-            problem = problem or "the command opened a file outside of the run directory"
+            problem = problem or "the command opened a file to which a forged link refers"
         name = " ".join(words[:2]) if words[0] in ("log", "checkpoint") else words[0]
         controls = re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
         outcome = "wrong" if problem else result if isinstance(result, str) else result[0]

@@ -10,10 +10,10 @@ file in each of ``--files`` folders of members is forged, and ``report``, ``repl
 reads the folder.
 
 The following results are wrong: a traceback, a crash, an exit code other than 0, 1, 2 and 75, a
-rejection without a message, and an import or a program that a file has requested. A command is slow
-if it takes more than 2 s, or 200 MB more than before the fork. Wrong and slow cases are printed,
-and the exit code is 1 if anything is wrong. ``--minutes`` limits the total time: half of it is for
-jobs, a quarter for training steps, and the rest for members.
+rejection without a message, and an import or a program that a file has requested. A dry run or
+``report`` is slow if it takes more than 2 s of CPU time, or 200 MB more than before the fork. Wrong
+and slow cases are printed, and the exit code is 1 if anything is wrong. ``--minutes`` limits the
+total time: half of it is for jobs, a quarter for training steps, and the rest for members.
 """
 
 import argparse
@@ -262,7 +262,7 @@ def forge_members(original: Path, folder: Path, draw: random.Random) -> str:
 def main() -> int:
     """Forge jobs and folders, run the commands, and print the number of cases by result.
 
-    :return: exit code
+    :return: exit code, which is 1 if any result is wrong, otherwise 0
     """
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=10_000)

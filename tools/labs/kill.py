@@ -21,8 +21,10 @@ code is 1 if it has found one of these problems:
 
 * a run that does not end in time;
 * a log or a checkpoint that lacks steps or nodes;
-* an accuracy that is more than --points percentage points below the accuracy of a run without a
-  failure;
+* for `checkpoints` and `signals`: a resumed run whose digest differs from an uninterrupted run;
+* for `signals`: another exit code than expected, or no message that names the stopped rank;
+* for `ranks`: an accuracy that is more than --points percentage points below the accuracy of a run
+  without a failure;
 * for `loop`: a process that does not end, missing steps, or models that are not bitwise identical
   to the result of a computation without MPI for the same failures.
 """
@@ -266,11 +268,12 @@ def starts(options, top: Path, draw: random.Random) -> Iterator[Series]:
 def signals(options, top: Path, draw: random.Random) -> Iterator[Series]:
     """Send a signal to a random rank of a run in one of the phases of `PHASES`.
 
-    The run has to end in time with a complete checkpoint. After SIGSTOP, it may take twice the time
-    limit node.timeout_s, because the other ranks may wait in two collective calls; a busy machine
-    extends the limit (``tests.launch.patience``). After SIGTERM, the exit code has to be 75, or 0
-    if the run was at its end. Afterwards, the run is resumed for a few steps; its digest has to
-    equal the digest of an uninterrupted run.
+    The run has to end in time. The limit allows for two waits of node.timeout_s, because the other
+    ranks may wait for a stopped rank in two collective calls; a busy machine extends the limit
+    (``tests.launch.patience``). From the phase "exchange" on, there has to be a complete
+    checkpoint, and after SIGTERM the exit code has to be 75, or 0 if the run was at its end. If
+    there is a checkpoint, the run is then resumed for five steps; its digest has to equal the
+    digest of an uninterrupted run.
 
     :param options: options of the command line
     :param top: temporary folder

@@ -2,12 +2,12 @@
 
     python tools/labs/member_memory.py [--megabytes 400] [--ranks 4] [--members 2] [--chunks 6]
 
-Starts the members as programs with `mpigossip.join`, each under a launcher of its own (gloo, CPU),
-in a new folder. Each rank prints the largest increase of its resident memory in each phase, counted
-from before its model was built, and the sizes that the bar is made of: its shard of the parameters
-and of the optimizer's state, one message (the part of the model that it publishes: parameters and
-optimizer's state), and the largest layer. With ``--alone``, the same program trains without `join`,
-which shows what torch itself needs.
+The members are programs with `mpigossip.join`, each under its own launcher (gloo, CPU), in a new
+folder. For each rank, a line shows the largest increase of its resident memory in each phase, from
+the time before its model was built. It also shows the sizes whose sum is the bar: the rank's shard
+of the parameters and of the optimizer's state, one message (the part of the model that it
+publishes: parameters and optimizer's state), and the largest layer. With ``--alone``, the same
+program trains without `join`, which shows how much memory torch itself needs.
 """
 
 import argparse
@@ -153,7 +153,7 @@ def train(options, world) -> str:
 
 
 def run_rank(options) -> None:
-    """Run as one rank, and print its line in the order of the ranks."""
+    """Run as one rank; rank 0 prints the lines of all ranks, in their order."""
     import mpigossip
 
     with mpigossip.world(ranks_per_node="host") as world:
@@ -202,7 +202,7 @@ def main() -> None:
         if not options.folder:
             shutil.rmtree(folder, ignore_errors=True)
     if any(codes):
-        sys.exit(f"members ended with the codes {codes}")
+        sys.exit(f"members ended with the codes {codes}: read their errors above")
 
 
 if __name__ == "__main__":

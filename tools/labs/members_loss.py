@@ -350,7 +350,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1000, help="steps of each member")
     parser.add_argument("--delay", type=float, default=0.2, help="delay of a model in rounds")
     parser.add_argument(
-        "--slow", type=float, default=1.0, help="duration of a round of the first member"
+        "--slow", type=float, default=1.0, help="factor by which the first member is slower"
     )
     parser.add_argument("--lines", type=Path, help="append a line of JSON per run to this file")
     parser.add_argument("--processes", type=int, default=2)

@@ -29,8 +29,10 @@ POINT_TO_POINT = "Isend isend Send send Issend Rsend Sendrecv sendrecv"
 def measure(repeats: int) -> None:
     """Open and close worlds on this rank; rank 0 prints one row.
 
-    The times are medians over the repeats of the slowest rank's seconds. The calls are counted on
-    rank 0; all ranks make the same calls. The messages are summed over all ranks.
+    The times are medians over the repeats of the slowest rank's seconds. The calls and the messages
+    are counted in the last repeat: calls on rank 0, messages on all ranks together.
+
+    :param repeats: number of worlds that are measured
     """
     from mpi4py import MPI
 

@@ -1,4 +1,4 @@
-"""A loop with its own update of the parameters; it has no optimizer object.
+"""A loop that computes the update of the parameters itself; SGD only subtracts it.
 
 mpirun -n 2 python by_hand.py
 """
