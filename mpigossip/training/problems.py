@@ -22,8 +22,9 @@ from mpigossip.training.task import Metrics
 class Theory(ABC):
     """Base class of theory tasks, which minimize a function with a known optimum.
 
-    In training, each node adds normal noise ξ to its gradient in each step, with E ‖ξ‖² = σ² and
-    equal variance in all coordinates. Evaluations have no noise.
+    In training, each call of :meth:`loss` adds normal noise ξ to the gradient, with E ‖ξ‖² = σ² and
+    equal variance in all coordinates. A node with several slots, or several parts of a batch
+    (`algorithm.accumulate`), averages as many independent ξ. Evaluations have no noise.
     """
 
     def __init__(self, *, noise: NotNegative = 0.1):

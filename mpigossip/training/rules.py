@@ -13,7 +13,7 @@ table             subject                                       used by
 `SURVIVAL`        job and its number of slots per node          :func:`survival_problems`
 `FAULTS`          job and its number of slots per node          :func:`fault_problems`
 `CUSTOM_LOOP`     parts of the job of a custom loop, its world  :func:`loop_problems`
-`MEMBERS`         job, and its parts if members can train it    :func:`check_member`
+`MEMBERS`         job, and its parts or None                    :func:`check_member`
 `VECTORIZATION`   job, model, objective and a batch             :func:`check_vmap`
 ================  ============================================  =============================
 """
@@ -78,10 +78,11 @@ class Rule(NamedTuple, Generic[S]):
 
 
 Table = Sequence[Sequence[Rule[S]]]
+"""Groups of rules; only the first broken rule of each group is reported."""
 
 
 class Launch(NamedTuple):
-    """Job, its number of slots per node, and the world that runs it (None: not known)."""
+    """Job, its number of slots per node, and the world that runs it; None if it is not known."""
 
     job: Job
     slots: int
@@ -187,6 +188,7 @@ def loop_problems(parts: JobParts, world: World, has_graph_object: bool) -> list
 def check_member(job: Job) -> None:
     """Check that members can train a job.
 
+    :param job: the job
     :raises JobError: if they can't; it contains the first message of each group of `MEMBERS`
     """
     parts = make_parts(job) if _can_train(job.algorithm.name) else None
@@ -235,6 +237,7 @@ def check_rounds(job: Job, graph: Graph, world: World) -> None:
 # -- graph ------------------------------------------------------------------------------------
 
 FACTS = {"static", "symmetric", "row-stochastic", "column-stochastic"}
+"""Members of `Algorithm.needs` that are also members of `Graph.facts`."""
 
 
 def lacking(needs: frozenset, graph: Graph) -> list[str]:
@@ -307,6 +310,8 @@ def _lacks_properties(parts: JobParts) -> Verdict:
 def _suits(name: str, n: int, needs: frozenset) -> bool:
     """Return whether a graph of this package exists for n nodes and meets the needs of a method.
 
+    The result is False for the graph "identity".
+
     :param name: name of the graph, which is made with its default options
     :param n: number of nodes
     :param needs: conditions of the algorithm, `Algorithm.needs`
@@ -320,7 +325,7 @@ def _suits(name: str, n: int, needs: frozenset) -> bool:
 
 
 def _is_unconnected(parts: JobParts) -> Verdict:
-    """Return two nodes that no path of edges connects, if the nodes can therefore not agree.
+    """Return n, and two nodes of which the first never reaches the second, if nodes can't agree.
 
     The result is None if there are no such nodes. The graph "identity" is accepted, because nodes
     then train separately on purpose. So are cadences with averages over all nodes, and cadences
@@ -977,14 +982,14 @@ def _runs_on_ranks(launch: Launch) -> bool:
 
 
 def _has_several_ranks(launch: Launch) -> Verdict:
-    """Return the value of `node.ranks_per_node` if nodes can have several ranks."""
+    """Return the value of `node.ranks_per_node` if it isn't 1 and the job runs on ranks."""
     setting = launch.job.node.ranks_per_node
     return _runs_on_ranks(launch) and setting != 1 and {"ranks": show(setting)}
 
 
 LAUNCH: Table[Launch] = (
     (
-        # If the job has several slots per rank, SETTINGS reports the same problem.
+        # If the job alone determines several slots per node, SETTINGS reports the same problem.
         WHOLE_MATRICES._replace(
             is_broken=lambda launch: shape.slots(launch.job) == 1 and _cuts_matrices(launch)
         ),
@@ -1036,7 +1041,7 @@ SURVIVAL: Table[Launch] = (
 def _too_short(key: str) -> Rule[Launch]:
     """Return the rule about the smallest mean duration of a fault, in rounds.
 
-    The smallest possible duration arises if each round is drawn independently.
+    The mean duration is smallest if each round is drawn independently. The setting 0 is allowed.
 
     :param key: setting of `[faults]` with the probability of the fault: "lost" or "away"
     """
@@ -1145,7 +1150,7 @@ def period_problem(job: Job) -> str:
 
 
 def _can_train(name: str) -> bool:
-    """Return whether members can use the algorithm of this name, with its default options.
+    """Return whether members can use an algorithm of this package, with its default options.
 
     After its local steps, such an algorithm averages one vector, the model, with one neighbour.
     """
