@@ -241,7 +241,7 @@ def _export_model(options) -> None:
     if options.place is not None:
         if options.node is not None or options.trust_model:
             raise StoreError(
-                "--place exports the model of a round, which has no nodes, without importing code: "
+                "--place exports the model of a member, which has no nodes and imports no code: "
                 "omit --node and --trust-model"
             )
         folder = run_named(options.path)

@@ -132,9 +132,9 @@ def _simulate(options) -> int:
 
 
 def _job_of(folder: Path) -> dict:
-    """Return the job of the newest checkpoint, or {} if it can't be read.
+    """Return the job of the newest checkpoint, or {} if there is none or it can't be read.
 
-    All ranks report an unreadable checkpoint later.
+    All ranks report this later.
     """
     from mpigossip.config import JobError
     from mpigossip.config.reading import read
@@ -167,7 +167,10 @@ def _begin(job: Path | dict, settings: list[str], folder: Path | None = None) ->
 
 
 def _exit_code(summary: dict, world: World) -> int:
-    """Return the exit code of a run from its summary; collective, and equal on all ranks."""
+    """Return the exit code of a run: STOPPED if the summary of any rank is not finished.
+
+    It is equal on all ranks. Collective.
+    """
     return STOPPED if world.agree(int(bool(summary) and not summary["finished"])) else OK
 
 
@@ -333,6 +336,7 @@ def _replay(options) -> int:
 def _check_replay(options) -> None:
     """Check that no options of `replay` exclude each other.
 
+    :param options: parsed options
     :raises UserError: if two options exclude each other, or if an option requires another that is
         missing
     """
@@ -395,7 +399,10 @@ def _add_study(commands) -> None:
 
 
 def _study(options) -> None:
-    """Train the missing runs of a study, and write its tables and figures."""
+    """Train the missing runs of a study, print its results, and write its tables and plots.
+
+    With ``--dry-run`` or ``--partial``, only print; no run is trained.
+    """
     from mpigossip.studies import study
     from mpigossip.studies.grid import arguments
     from mpigossip.studies.running import Missing

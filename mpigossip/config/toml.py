@@ -86,7 +86,7 @@ def _bare(word: str) -> str:
 
 
 def plain(value: Any, depth: int = 16) -> Any:
-    """Return ``value`` with its lists converted to tuples.
+    """Return ``value`` with lists converted to tuples, and keys of mappings to strings.
 
     :param value: number, string or None, or a list or mapping of them
     :param depth: number of levels of nested lists and mappings from which on the value is rejected
@@ -140,6 +140,7 @@ def parse_value(text: str) -> Any:
 def parse_override(text: str) -> tuple[str, str, Any]:
     """Split an override "section.key=value" into section, key and parsed value.
 
+    :param text: override; its value is TOML, or otherwise a text without quotes
     :raises JobError: if the override does not have this form
     """
     match = re.fullmatch(r"\s*([\w-]+)\.([\w-]+)\s*=(.*)", text, re.DOTALL)
@@ -151,9 +152,10 @@ def parse_override(text: str) -> tuple[str, str, Any]:
 
 
 def write(value: Any) -> str:
-    """Write ``value`` as TOML; None becomes the string "none", which is read as None.
+    """Write ``value`` as TOML; None becomes the string "none", which `structure` reads as None.
 
-    :raises BadValue: if the value has a type that TOML lacks
+    :param value: None, boolean, number or string, or a list, tuple or mapping of such values
+    :raises BadValue: if the value, or an item of it, has another type
     """
     if value is None:
         return '"none"'

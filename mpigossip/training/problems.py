@@ -23,8 +23,9 @@ class Theory(ABC):
     """Base class of theory tasks, which minimize a function with a known optimum.
 
     In training, each call of :meth:`loss` adds normal noise ξ to the gradient, with E ‖ξ‖² = σ² and
-    equal variance in all coordinates. A node with several slots, or several parts of a batch
-    (`algorithm.accumulate`), averages as many independent ξ. Evaluations have no noise.
+    equal variance in all coordinates. If a node computes several gradients per step, on several
+    slots or with `algorithm.accumulate`, it averages them, and so their independent ξ. Evaluations
+    have no noise.
     """
 
     def __init__(self, *, noise: NotNegative = 0.1):

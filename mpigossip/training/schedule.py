@@ -36,7 +36,7 @@ def schedule(
     * "milestones": full × factor^(number of milestones that the epoch has reached)
     * "cosine": final + (full − final)(1 + cos π(k − W)/(total_steps − W))/2 at step k
 
-    From step total_steps on, the rate is that of step total_steps − 1. Sources: Goyal et al.,
+    From step total_steps on, the rate has its value at step total_steps − 1. Sources: Goyal et al.,
     "Accurate, large minibatch SGD" (2017), sections 2.1 and 2.2; Loshchilov and Hutter, "SGDR"
     (ICLR 2017), equation 5.
 
