@@ -46,7 +46,8 @@ class Choice:
         """Return ``job`` with the graph, the cadence and the wire of this choice.
 
         If the name of the graph or of the cadence stays the same, the options that the job gives it
-        are kept.
+        are kept. If the job averages over all nodes in every step, gossip uses `GOSSIP` instead of
+        its algorithm.
         """
         if self.graph == ALL_REDUCE:
             return parallel(job)
@@ -122,7 +123,7 @@ class Prediction:
 def choices(job: Job, everything: bool = False, bf16: bool = False) -> list[Choice]:
     """Return the choices to predict: all-reduce first, then the job's choice, then others.
 
-    Choices with the job's graph follow each other, and so do choices with each other graph.
+    Unless ``everything``, choices with the same graph follow each other.
 
     :param job: the job
     :param everything: whether to return all combinations of graphs, cadences and wires. If false,
@@ -170,6 +171,7 @@ def predict(
     :param per_tensor: count one global average per tensor, except for DistributedDataParallel
     :returns: the row; None if the graph doesn't exist for n nodes, or if graph, cadence and wire
         are incompatible with the job's algorithm
+    :raises JobError: if the machine names a GPU, and the update of the algorithm is not known
     """
     job = choice.job(what.job)
     try:
@@ -272,7 +274,8 @@ def table(
     :param epochs: number of epochs
     :param period: mean period of an adaptive cadence; None: by its formula
     :param per_tensor: count one global average per tensor, except for DistributedDataParallel
-    :raises JobError: if no graph fits the algorithm with one of these numbers of nodes
+    :raises JobError: if no graph fits the algorithm with one of these numbers of nodes, or if the
+        machine names a GPU, and the update of the algorithm is not known
     """
     every = choices(what.job, everything=True)
     rows = list[Prediction]()

@@ -16,7 +16,7 @@ SHARE = 0.05
 ROUNDS = 10
 """Smallest number of rounds of each member. With fewer rounds, models are averaged too rarely."""
 RECORD = 600
-"""Approximate size of a record in bytes."""
+"""Assumed size of a record in bytes."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Advice:
     model: int
     """Bytes of a published model with its optimizer's state."""
     step_s: float
+    """Seconds of a step without reading."""
     rate: float
     """Bytes per second of the folder, for all members together."""
     steps: int
