@@ -160,8 +160,8 @@ class Datasets(JobData):
     def content_digest(self) -> bytes:
         """Return a digest of a few samples, by which ranks compare their data.
 
-        For a stream, it depends only on the types and shapes in the first sample. If each node has
-        its own stream, it is b"".
+        If the training samples are a stream, it depends only on the types and shapes in the first
+        sample. If each node has its own stream, it is b"".
         """
         if self.streams:
             return self._stream_digest
@@ -275,6 +275,8 @@ def _project(values: np.ndarray) -> tuple[float, float]:
 def _item(dataset: Dataset, index: int) -> Any:
     """Return one sample of a dataset.
 
+    :param dataset: the dataset
+    :param index: index of the sample
     :raises SampleError: if the dataset raises an exception
     """
     try:

@@ -26,8 +26,8 @@ def partition(
     * "shuffled": random order, split into n parts;
     * "sorted": sorted by label, with samples of a label in the given order, split into n parts;
     * "mixed": sorted by label; then the first shuffled_percent % of this order are shuffled, and
-      the whole is split into n parts (De Sa and Lu, DeTAG). 100 is the same as "shuffled", and 0 as
-      "sorted";
+      the whole is split into n parts (De Sa and Lu, DeTAG). 100 shuffles all samples, and 0 is the
+      same as "sorted";
     * "dirichlet": each class is distributed over nodes in proportions from Dirichlet(alpha) (Hsu,
       Qi, Brown 2019). A full node takes no more samples, and the remaining samples of a class go to
       the other nodes in their proportions, so all nodes have the same number of samples. The
@@ -128,7 +128,7 @@ class Order:
         return step // self.steps_per_epoch
 
     def batch_indices(self, step: int) -> np.ndarray:
-        """Return the indices of the samples of a step: (slots × accumulate × batch,) int64."""
+        """Return the indices of the samples of the node in a step, (``batch``,) int64."""
         epoch, position = divmod(step, self.steps_per_epoch)
         draw_together([self], epoch)
         return self.latest[1][position * self.batch : (position + 1) * self.batch]
@@ -168,7 +168,8 @@ def make_orders(
     :param seed: random seed
     :param n: number of nodes
     :param per_step: samples of a node per step
-    :raises JobError: if there are too few samples for a step
+    :raises JobError: if there are too few samples for a step of all nodes, or if the data lack the
+        labels that the partition needs
     """
     if data.streams:
         steps = data.train_size // n // per_step

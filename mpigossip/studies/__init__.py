@@ -53,6 +53,7 @@ class Study(Results):
         :return: figure, which a notebook displays
         :raises JobError: if ``x`` is not valid, if the logs do not have such a metric or no virtual
             time, or if ``theory`` does not apply
+        :raises StoreError: if the file can't be written
         """
         from mpigossip.store.hdf5 import replacing
         from mpigossip.studies.drawing import curves, style_of
@@ -69,10 +70,12 @@ class Study(Results):
     def write(self) -> list[str]:
         """Write the tables and figures of the study to its folder, and return their names.
 
-        The files are table.csv, table.tex and, for each metric, METRIC.png for a screen and
-        METRIC.pdf for a column of a paper. METRIC-by-MB shows the metric by which points are
-        compared (without a curve of it, the first metric with a curve) against the megabytes that
-        a node sent.
+        The files are table.csv, table.tex and, for each metric with a curve, METRIC.png for a
+        screen and METRIC.pdf for a column of a paper. METRIC-by-MB shows the metric by which points
+        are compared (without a curve of it, the first metric with a curve) against the megabytes
+        that a node sent.
+
+        :raises StoreError: if a file can't be written
         """
         from mpigossip.store.hdf5 import replacing
         from mpigossip.studies.drawing import COLUMN
@@ -111,8 +114,8 @@ class Study(Results):
             of the nodes' own models
         :param within: largest ratio of the curve to the reference from this step on
         :return: a row for each point that is not a reference
-        :raises JobError: if there is no reference for some number of nodes, or if it was evaluated
-            at other steps
+        :raises JobError: if there is no reference for some number of nodes, if it was evaluated at
+            other steps, or if the evaluations do not have the metric ``y``
         """
         from mpigossip.studies.theory import transients
 
@@ -163,7 +166,8 @@ def study(
     :param larger: whether larger values of ``judge`` are better; None: true for accuracies, and
         false for other metrics
     :param output: folder of all logs; None: runs/study-JOB
-    :param processes: number of simultaneous runs; None: one for each core; 0: no run is started
+    :param processes: number of simultaneous runs; None: one for each core that this process may
+        use; 0: no run is started
     :param skip: whether to leave out points whose settings cannot be combined; if false, such
         points raise JobError
     :param partial: whether to return the results of the complete runs without starting others. The

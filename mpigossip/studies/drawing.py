@@ -29,6 +29,7 @@ MARKERS = "os^DvPX"
 MAX_CURVES = 10
 """Largest number of curves in a panel."""
 AXES = {"step": "step", "epoch": "epoch", "bytes": "MB sent per node", "time": "virtual seconds"}
+"""Label of each horizontal axis, by the values of the parameter ``x`` of `Study.plot`."""
 LABELS = {
     "loss": "test loss",
     "accuracy": "test accuracy",

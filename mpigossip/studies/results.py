@@ -30,13 +30,13 @@ class Results:
 
     The attribute `rows` has a dict for each point, with its labels and these entries:
 
-    * "nodes", "seeds" (number of seeds) and, if the study chose learning rates, "lr";
+    * "nodes", "seeds" (number of complete runs) and, if the study has learning rates, "lr";
     * "diverged", the number of runs whose loss became NaN or infinite, and "late", the number of
       runs that ended, but whose training loss rose again by over half of its decrease;
     * for each metric, NAME (the mean over the runs that did not diverge), NAME_std (standard
       deviation with ddof 1), NAME_low and NAME_high (95 % confidence interval of the mean, by
-      Student's t). The metrics are the metrics of the task, "loss", and "MB", the megabytes sent by
-      a node.
+      Student's t). The metrics are ``judge``, the metrics of the task, "loss", and "MB", the
+      megabytes sent by a node.
 
     `tried` contains the learning rates that a search tried, `left_out` the reason why a point was
     left out, by its name, and `folder` is the folder of the logs.
@@ -60,7 +60,7 @@ class Results:
         :param rates: chosen learning rate of each point; None: the rate of the job
         :param seeds: seeds of the runs
         :param results: results of the runs
-        :param judge: metric by which points are compared; None: the first metric of the task
+        :param judge: metric by which points are compared; None: see `search.figure_of`
         :param tried: learning rates that a search tried
         :param left_out: reason why a point was left out, by the name of the point
         :param folder: folder of the logs
@@ -211,9 +211,10 @@ class Results:
         return tables.latex(heads, rows, left, [*self._comments(), bold])
 
     def note(self, cell: Cell) -> str:
-        """Return the table's note on the diverged runs of a point; "" if there are none.
+        """Return the table's note on a point; "" if there is none.
 
-        The note also says if no learning rate of a search converged.
+        It states the numbers of diverged and missing runs, and that no learning rate of a search
+        converged.
         """
         notes = tables.lost(self.rows[self.cells.index(cell)])
         complete = sum(not run.missing for run in self.runs(cell))

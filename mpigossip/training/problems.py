@@ -3,8 +3,8 @@
 The data of such a task are functions f_i, one per node (data/problems.py); f is their mean, and x*
 its optimum. An evaluation of a model x returns ``loss``, f(x) − f(x*), ``gradient_square``,
 ‖∇f(x)‖², and ``distance_square``, ‖x − x*‖². These are evaluated at the averaged model x̄ and, with
-the prefix local_, at the models of the nodes. During training, a node computes the same metrics for
-its function f_i, without the noise.
+the prefix local_, at the models of the nodes. During training, the loss and the metrics of a node
+belong to its function f_i, and do not contain the noise.
 """
 
 import math
