@@ -34,7 +34,8 @@ def load(
     """Read a job, apply overrides, and check all settings.
 
     If an override changes the name in a section, the options of the old name are dropped. If the
-    new name is an algorithm with its own local step, the section `[local]` is dropped, too.
+    new name is an algorithm with its own local step, the section `[local]` is dropped, too, unless
+    an override sets a key of it.
 
     :param source: path of a TOML file, name of an example, TOML text as a string of several lines,
         or a dict of sections. Such a text may be a stored job of an earlier version, whose former

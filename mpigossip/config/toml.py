@@ -170,7 +170,7 @@ def write(value: Any) -> str:
     if isinstance(value, Mapping):
         items = (f"{write_key(key)} = {write(item)}" for key, item in value.items())
         return "{ " + ", ".join(items) + " }" if value else "{}"
-    raise BadValue(value, f"a {type(value).__name__} cannot be written as TOML")
+    raise BadValue(value, f"a {type(value).__name__} is no TOML value; write numbers, text or lists")
 
 
 def write_key(key: str) -> str:

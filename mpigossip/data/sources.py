@@ -409,8 +409,9 @@ def source(data: config.Data, seed: int, rows: Sequence[int] = (0,), n: int = 1)
         return _user_data(data, seed, rows, n)
     names = ", ".join(f'"{name}"' for name in SOURCES)
     raise JobError(
-        f'data.source = "{data.source}" is neither {names} nor a file on this host; make one '
-        "with: mpigossip data pack FOLDER OUT.h5"
+        f'data.source = "{data.source}" is neither {names}, nor a file on this host, nor custom '
+        'code "package.module:function": correct it, or make a file with: mpigossip data pack '
+        "FOLDER OUT.h5"
     )
 
 
@@ -525,7 +526,7 @@ def _packed(path: Path, data: config.Data) -> Source:
     if data.tokenizer not in (None, text.tokenizer.name):
         raise JobError(
             f'data.tokenizer = "{data.tokenizer}": the tokens of {path} belong to tokenizer '
-            f'"{text.tokenizer.name}" and stand for other text; use the packed text that the '
+            f'"{text.tokenizer.name}" and mean other text; use the packed text that the '
             "model was trained on, or leave data.tokenizer out to train a new model"
         )
     return text

@@ -641,7 +641,7 @@ FRAGMENTS: Table[JobParts] = (
     (
         Rule(
             _blends_what_is_kept,
-            "{setting}: with algorithm.eager, received models are not blended into x",
+            "{setting}: with algorithm.eager, received models are not blended into the model",
             "remove {setting}",
         ),
     ),
@@ -674,7 +674,7 @@ FRAGMENTS: Table[JobParts] = (
         Rule(
             lambda parts: parts.job.node.mixer == "asynchronous" and _in_fragments(parts),
             "{setting}: asynchronous nodes would average different fragments, and add corrections "
-            "to x that must not be blended",
+            "to the model that must not be blended",
             'use node.mixer = "synchronous"',
         ),
     ),
