@@ -170,7 +170,7 @@ def write(value: Any) -> str:
     if isinstance(value, Mapping):
         items = (f"{write_key(key)} = {write(item)}" for key, item in value.items())
         return "{ " + ", ".join(items) + " }" if value else "{}"
-    raise BadValue(value, f"a {type(value).__name__} is no TOML value; write numbers, text or lists")
+    raise BadValue(value, f"a {type(value).__name__} isn't TOML; write numbers, text or lists")
 
 
 def write_key(key: str) -> str:

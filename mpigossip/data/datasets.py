@@ -75,7 +75,7 @@ class Datasets(JobData):
         if not self.streams_test and len(set(test_sizes)) > 1:
             raise data_error(
                 self.name,
-                f'the "test" of the nodes have {test_sizes} samples; return test sets of equal size',
+                f'the "test" of the nodes have {test_sizes} samples; return sets of equal size',
             )
         batch = self.sample("train")
         # A stream is not read again later, because it may not begin at the same sample. Its values

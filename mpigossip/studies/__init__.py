@@ -173,7 +173,8 @@ def study(
     :param partial: whether to return the results of the complete runs without starting others. The
         result lacks points and seeds without a complete run; the table has a note on each point
         of which some seeds are not complete
-    :raises JobError: if the grid or another argument is not valid
+    :raises JobError: if the grid or another argument is not valid, or if another study runs in the
+        same folder
     :raises Failure: if a run ends with an error; if a run is missing and ``processes`` is 0; or if,
         with ``partial``, no run or not every run of a search of rates is complete
     """

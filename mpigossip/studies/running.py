@@ -189,6 +189,8 @@ class Runner:
         :param wanted: keys of the runs
         :raises Failure: if a run fails, after all other runs have ended
         :raises Missing: if runs are missing and ``processes`` is 0
+        :raises JobError: if another study fills the same folder
+        :raises OSError: if the disk of a failed run is full
         """
         results = {key: self._find_result(key) for key in wanted}
         missing = [key for key, result in results.items() if result is None]

@@ -96,7 +96,8 @@ def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool 
     :param overrides: settings "section.key=value" that replace settings of the file
     :param resolve: replace "auto" of `node.devices` and `node.ranks_per_node` by the values for
         this host and its launcher
-    :raises JobError: if the job has errors; the message has one paragraph for each error
+    :raises JobError: if the job has errors; the message has one paragraph for each error. Also if
+        "auto" has to be replaced, and the GPUs of this host can't be used
     """
     job = config.load(where, overrides, tables_of_names())
     if not resolve:
@@ -106,7 +107,7 @@ def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool 
 
 
 def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
-    """Return the graph, renumbered so that nodes of one rack exchange most with each other.
+    """Return the graph, renumbered so that few messages cross between racks.
 
     The graph is returned unchanged if `graph.placement` is "given", or without MPI. Collective over
     all ranks.
@@ -162,6 +163,7 @@ def lay_out(job: Job, module: nn.Module, slots: int) -> ParameterLayout:
     :param job: the job
     :param module: the model, on any device
     :param slots: number of slots per node; with `node.shard`, each of them has one shard
+    :raises JobError: if the model has no trained parameter, or one that is not float32
     """
     decayed = None if job.algorithm.decay_all else models.decayed(module)
     return flatten(module, slots if job.node.shard else 1, decayed)
