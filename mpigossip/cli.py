@@ -96,7 +96,7 @@ def _able_to_print() -> None:
 def _may_crash(words: Sequence[str]) -> bool:
     """Return whether to run the command in a child process, because a file could crash it.
 
-    The result is always False in a rank that a launcher has started.
+    The result is always False in a rank that a launcher has started, and on macOS.
     """
     waits = hasattr(signal, "sigwaitinfo")  # macOS does not have this function.
     return waits and any(word in READERS for word in words[:1]) and not launcher_ranks(os.environ)

@@ -92,7 +92,7 @@ class LoggedRun:
     def virtual_seconds(self, steps: np.ndarray) -> np.ndarray:
         """Return the virtual training time at ``steps`` in seconds, as a mean over nodes.
 
-        It must have a virtual clock (:attr:`has_virtual_time`).
+        The run must have a virtual clock (:attr:`has_virtual_time`).
         """
         rows = self.log.steps["step"]
         spent = self.log.steps[VIRTUAL].mean(1)
@@ -132,7 +132,7 @@ def load(paths: Sequence[Path]) -> list[LoggedRun]:
 
 
 def log_of(run: Path) -> Path:
-    """Return the log of a run directory, or the log itself."""
+    """Return the path of the log of a run directory; a path that is no directory is returned."""
     return run / "log.h5" if run.is_dir() else run
 
 

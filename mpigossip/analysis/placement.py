@@ -28,7 +28,8 @@ class HostReport:
 
     host: str
     own_gpus: tuple[str, ...]
-    """Identifiers of the rank's GPUs, which are unique on the host; empty if its slots are CPUs."""
+    """Identifier of each of the rank's GPUs, unique on the host, or "" if torch does not report it;
+    empty if the slots are CPUs."""
     visible: int
     """Number of GPUs that this process sees."""
     gpu_count: int

@@ -167,7 +167,11 @@ def rates(
 
 
 def _on_gpus_fit(size: int, slots: Sequence[str]) -> bool:
-    """Return whether eight messages per slot fit into half of the free memory of each GPU."""
+    """Return whether eight messages per slot fit into half of the free memory of each slot's GPU.
+
+    :param size: bytes of a message
+    :param slots: devices of the slots, of which several may be on one GPU; CPUs do not count
+    """
     slots_of_gpu = {slot: slots.count(slot) for slot in slots if slot != "cpu"}
     return all(
         16 * size * many <= torch.cuda.mem_get_info(slot)[0] for slot, many in slots_of_gpu.items()

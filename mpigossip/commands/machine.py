@@ -311,9 +311,9 @@ def _plan(options) -> None:
 
 
 def _with_gpu(machine, what):
-    """Return the machine with the times of the job's own step on the GPU that it names.
+    """Return the machine with the times of the job's own step on the GPU that the machine names.
 
-    It is unchanged if it names none, or if the job averages over all nodes in each step.
+    It is returned unchanged if it names no GPU, or if the job averages over all nodes in each step.
     """
     from mpigossip.analysis.plan import always_global
     from mpigossip.analysis.plan.gpu_costs import local_step, with_gpu

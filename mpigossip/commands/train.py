@@ -167,9 +167,10 @@ def _begin(job: Path | dict, settings: list[str], folder: Path | None = None) ->
 
 
 def _exit_code(summary: dict, world: World) -> int:
-    """Return the exit code of a run: STOPPED if the summary of any rank is not finished.
+    """Return STOPPED if the run of any rank has stopped before its end, otherwise OK; collective.
 
-    It is equal on all ranks. Collective.
+    :param summary: summary of the run; {}: there was nothing to do
+    :param world: all ranks
     """
     return STOPPED if world.agree(int(bool(summary) and not summary["finished"])) else OK
 
@@ -356,7 +357,7 @@ def _check_replay(options) -> None:
 
 
 def _forked(options) -> str:
-    """Run `replay --fork` or `replay --blame`; return the summary."""
+    """Run `replay --fork` or `replay --blame`; return the text to print."""
     from mpigossip.runs.members.fork import blame, fork
     from mpigossip.training import assemble
 

@@ -30,7 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     section: {f.name: f.default for f in fields(cls) if f.name != "options"}
     for section, cls in SECTIONS.items()
 }
-"""Default of each setting, by section and key."""
+"""Default of each setting, by section and key; MISSING for `algorithm.average_state`."""
 NAMES: dict[str, str] = {
     section: next((path for path in FILES if path.startswith(f"{section}.")), f"{section}.name")
     for section, cls in SECTIONS.items()

@@ -179,7 +179,7 @@ class AlgorithmSection:
 
     @property
     def blends(self) -> bool:
-        """True if `blend` or `blend_end` is set, so that x moves only partly to the average."""
+        """True if `blend` or `blend_end` is set."""
         return self.blend is not None or self.blend_end is not None
 
 

@@ -66,7 +66,7 @@ class JobData(ABC):
     classes: int
     """Number of classes; for text, number of tokens of the vocabulary."""
     shape: tuple[int, ...]
-    """Shape of one sample as an input of the model: (C, H, W), or (T,) for T tokens."""
+    """Shape of one sample as an input of the model, such as (C, H, W), or (T,) for T tokens."""
     dtype: torch.dtype | None
     """Type of the inputs: float32, or int64 for tokens; None: it is not known."""
     train_labels: np.ndarray

@@ -182,7 +182,7 @@ ROUNDING = 1e-2
 
 
 def compared_indices(count: int) -> np.ndarray:
-    """Return the indices of the samples that ranks compare, spread evenly over all ``count``."""
+    """Return the indices of at most `COMPARED` samples, spread evenly over all ``count``."""
     return np.unique(np.linspace(0, count - 1, min(COMPARED, count)).astype(np.int64))
 
 

@@ -165,6 +165,7 @@ class Images:
         :param split: "train" or "test"
         :param indices: numbers of the samples
         :param key: (seed, epoch), used only for split "train"
+        :raises OSError: if an image can't be decoded
         """
         if split == "train" and self.random:
             out = np.empty((len(indices), *self.shape), np.uint8)
@@ -191,7 +192,7 @@ class Images:
         return self._drawn[1]
 
     def _prepare_cache(self) -> None:
-        """Allocate memory for decoded images; if the data set contains arrays, read all of them."""
+        """Allocate the cache, if there is one; if the data set has kind "arrays", read them."""
         if self.data.kind == "arrays":
             self._arrays = {name: self.data.split(name).array() for name in SPLITS}
             self.data.close()

@@ -102,7 +102,7 @@ class Order:
     The samples of a step follow from the number of the step, so that a resumed run continues with
     the right samples although checkpoints do not contain the order. An epoch has the same number of
     steps on every node. Samples of a node that are left over at the end of an epoch are not used in
-    this epoch; each epoch leaves other samples over.
+    this epoch; which samples these are depends on the epoch.
     """
 
     def __init__(

@@ -249,9 +249,9 @@ class SyntheticSource(Source):
 class TextSource(Source):
     """Packed text in windows of tokens x: inputs x[0 … T − 1] and targets x[1 … T], both int64.
 
-    T is ``context``. Successive windows share one token. They extend over the ends of documents
-    or, if ``windows`` is "apart", each lies within one document, whose last tokens may be left out.
-    For partitions, the label of a window is the index of the document in which it begins.
+    T is ``context``. Adjacent windows share one token. They extend over the ends of documents or,
+    if ``windows`` is "apart", each lies within one document, whose last tokens may be left out. For
+    partitions, the label of a window is the index of the document in which it begins.
     """
 
     dtype = torch.int64

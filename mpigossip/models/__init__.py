@@ -175,7 +175,7 @@ def counted(
     A large model is built on torch's meta device, so that it takes no memory, and is not tested on
     a sample. A small model, and custom code that cannot run on this device, are built by `model`.
 
-    :param name: as in `model`, like all other parameters
+    :param name: name in BUILDERS, or "package.module:factory"
     :param shape: shape of a sample, without the batch dimension
     :param classes: number of classes, or of tokens
     :param seed: seed of the initialization

@@ -96,8 +96,8 @@ def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool 
     :param overrides: settings "section.key=value" that replace settings of the file
     :param resolve: replace "auto" of `node.devices` and `node.ranks_per_node` by the values for
         this host and its launcher
-    :raises JobError: if the job has errors; the message has one paragraph for each error. Also if
-        "auto" has to be replaced, and the GPUs of this host can't be used
+    :raises JobError: if the job has errors, with one paragraph for each of them; or if ``resolve``
+        is true, and the GPUs of this host can't be used
     """
     job = config.load(where, overrides, tables_of_names())
     if not resolve:

@@ -36,7 +36,7 @@ PERIODS = 20
 
 @dataclass(frozen=True)
 class ModuleSizes:
-    """Sizes of a model that only DistributedDataParallel and averages per tensor depend on."""
+    """Sizes of a model that only DistributedDataParallel and per-tensor averages need."""
 
     tensors: tuple[int, ...] = ()
     """Bytes of each trained parameter in the order of ``module.parameters()``; () if unknown."""
@@ -91,8 +91,8 @@ def subject(job: Job, element_size: int = 4) -> tuple[Subject, str]:
 
     :param job: the job
     :param element_size: bytes of an element of a gradient in DistributedDataParallel
-    :raises JobError: if the model can't be built; see also :func:`data_or_stand_in`
-    :raises StoreError: see :func:`data_or_stand_in`
+    :raises JobError: if the model can't be built, or if :func:`data_or_stand_in` raises it
+    :raises StoreError: if :func:`data_or_stand_in` raises it
     """
     data, note = data_or_stand_in(job)
     module = assemble.make_model(job, data, counted=True)

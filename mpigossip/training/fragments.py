@@ -18,7 +18,7 @@ def fragment_width(
     """Return the number of elements in the message of a fragment.
 
     All messages have the length of the largest fragment of any slot, rounded up so that wires can
-    encode it.
+    encode it. With one fragment, it is the width of a shard.
 
     :param flat: layout of the model's parameters
     :param schedule: number, steps and modules of the fragments

@@ -32,7 +32,7 @@ def resolved(setting: str, device: str) -> str:
 
 
 def without_tf32() -> None:
-    """Disable TensorFloat-32 in matrix products and convolutions.
+    """Disable TensorFloat-32 in matrix products, convolutions and recurrent layers.
 
     torch warns about the older setting, ``allow_tf32``, and raises an error if both have been used.
     """

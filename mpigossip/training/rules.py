@@ -82,7 +82,7 @@ Table = Sequence[Sequence[Rule[S]]]
 
 
 class Launch(NamedTuple):
-    """Job, its number of slots per node, and the world that runs it; None if it is not known."""
+    """Job, its number of slots per node, and its world, which is None if it is not known."""
 
     job: Job
     slots: int
@@ -128,7 +128,7 @@ def problems(table: Table[S], subject: S) -> list[str]:
 
 
 def _first_problem(group: Sequence[Rule[S]], subject: S) -> list[str]:
-    """Return the message of the first broken rule of a group; [] if none is broken."""
+    """Return the message of the first broken rule of a group, as a list; [] if none is broken."""
     for rule in group:
         if broken := rule.is_broken(subject):
             template = f"{rule.message}; {rule.remedy}" if rule.remedy else rule.message
@@ -166,7 +166,10 @@ def launch_problems(job: Job, world: World) -> list[str]:
 
 
 def survival_problems(job: Job) -> list[str]:
-    """Return messages about settings with which a run can't survive a rank failure."""
+    """Return messages about settings with which a run can't survive a rank failure.
+
+    The result is [] without `run.survive`.
+    """
     return problems(SURVIVAL, Launch(job, shape.slots(job)))
 
 
@@ -723,7 +726,8 @@ def _show_average_state(periods: Mapping[str, int]) -> str:
 def _unknown_array(launch: Launch) -> Verdict:
     """Return the first array in `algorithm.average_state` that the local step of the job lacks.
 
-    The result also contains the setting and a remedy; it is None if the local step has all arrays.
+    The result also contains the setting and a remedy. It is None if the local step has all arrays,
+    or if the algorithm takes no local step by name.
     """
     section = launch.job.algorithm
     if not section.average_state or not takes_local(section.name):

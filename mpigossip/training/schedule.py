@@ -26,15 +26,16 @@ def schedule(
 ) -> Callable[[int], float]:
     """Return the learning rate, which is always above 0, as a function of the step, from 0 on.
 
-    The names below are settings of `[schedule]`. If ``scale`` is "linear", the full rate is lr ×
-    samples_per_step / reference_batch; otherwise it is lr. The warm-up has W = warmup_epochs ×
-    steps_per_epoch steps, rounded. At its step k, the rate is begin + (full − begin)(k + 1)/W,
-    where begin is lr, or 0 if the full rate isn't above lr. If warmup_lr is set, the rate is
-    warmup_lr, unscaled, during the whole warm-up. After the warm-up, the rate depends on ``name``:
+    In the formulas, lr and the like are settings of `[schedule]`. If ``scale`` is "linear", the
+    full rate is lr × samples_per_step / reference_batch; otherwise it is lr. The warm-up has W =
+    warmup_epochs × steps_per_epoch steps, rounded. At its step k, the rate is begin + (full −
+    begin)(k + 1)/W, where begin is lr, or 0 if the full rate isn't above lr. If warmup_lr is set,
+    the rate is warmup_lr, unscaled, during the whole warm-up. After the warm-up, the rate depends
+    on ``name``:
 
     * "constant": full
     * "milestones": full × factor^(number of milestones that the epoch has reached)
-    * "cosine": final + (full − final)(1 + cos π(k − W)/(total_steps − W))/2 at step k
+    * "cosine": final_lr + (full − final_lr)(1 + cos π(k − W)/(total_steps − W))/2 at step k
 
     From step total_steps on, the rate has its value at step total_steps − 1. Sources: Goyal et al.,
     "Accurate, large minibatch SGD" (2017), sections 2.1 and 2.2; Loshchilov and Hutter, "SGDR"

@@ -35,7 +35,7 @@ MEASURED = 96
 measured. The first rounds are left out because delays spread over the graph gradually.
 """
 DRAWN = 512
-"""Number of nodes, of all repetitions together, for which random durations are drawn."""
+"""Approximate number of nodes, of all repetitions together, for which durations are drawn."""
 DRAWS = 5
 """Number in the key of the virtual clock's random numbers, so that they are independent of other
 random numbers of the run.
@@ -104,7 +104,7 @@ class Edges(NamedTuple):
 
 @lru_cache(maxsize=512)
 def edges_of(graph: Graph, t: int) -> Edges:
-    """Return the edges of round t of a graph, which are cached."""
+    """Return the edges of round t of a graph; results are cached."""
     r = graph.round(t)
     n = graph.n
     senders = [[i, *r.neighbours(i)[0]] for i in range(n)]
@@ -454,8 +454,8 @@ class VirtualClock:
 def normal(key: tuple[int, ...], count: int) -> np.ndarray:
     """Return ``count`` standard normal numbers that depend on the key alone.
 
-    They are computed by the method of Box and Muller, so that all versions of numpy give the same
-    numbers.
+    They are computed by the method of Box and Muller, because the generators of NumPy may change
+    with its version.
 
     :param key: whole numbers, such as a seed and a step
     :param count: number of random numbers

@@ -167,7 +167,7 @@ def predict(
     :param choice: graph, cadence and wire
     :param n: number of nodes
     :param epochs: number of epochs
-    :param period: mean period of an adaptive cadence; None: by its formula
+    :param period: mean period of an adaptive cadence; None: it is simulated
     :param per_tensor: count one global average per tensor, except for DistributedDataParallel
     :returns: the row; None if the graph doesn't exist for n nodes, or if graph, cadence and wire
         are incompatible with the job's algorithm
@@ -272,7 +272,7 @@ def table(
     :param machine: costs of the machine
     :param nodes: numbers of nodes
     :param epochs: number of epochs
-    :param period: mean period of an adaptive cadence; None: by its formula
+    :param period: mean period of an adaptive cadence; None: it is simulated
     :param per_tensor: count one global average per tensor, except for DistributedDataParallel
     :raises JobError: if no graph fits the algorithm with one of these numbers of nodes, or if the
         machine names a GPU, and the update of the algorithm is not known

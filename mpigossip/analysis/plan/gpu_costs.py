@@ -145,7 +145,7 @@ def update_seconds(gpu: Gpu, update: Update, slots: int, elements: int) -> float
 
 
 def with_gpu(machine: Machine, job: Job, slots: int, elements: int, local: str) -> Machine:
-    """Return the machine with the times of a job's step on the GPUs that it names.
+    """Return the machine with the times of a job's step on the GPU that the machine names.
 
     :param machine: machine; unless it names a GPU, it is returned unchanged
     :param job: the job; its algorithm decides which bytes are moved

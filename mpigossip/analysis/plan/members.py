@@ -121,8 +121,8 @@ def advise(what: Subject, members: int, step_s: float, rate: float, epochs: floa
 def _max_members(advice: Advice) -> int:
     """Return the largest number of members for which each member has at least `ROUNDS` rounds.
 
-    The smallest H for M members is M H₁, where H₁ is the smallest H for one member. Each member
-    then has steps / (H₁ M²) rounds.
+    The result is at least 1. The smallest H for M members is M H₁, where H₁ is the smallest H for
+    one member. Each member then has steps / (H₁ M²) rounds.
     """
     minimum_per_member = (1 / SHARE - 1) * advice.model / advice.rate / advice.step_s
     return max(
