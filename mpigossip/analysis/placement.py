@@ -78,7 +78,10 @@ def seen(world: World, slots: Sequence[str]) -> HostReport:
 
 
 def _gpus(slots: Sequence[str]) -> tuple[int, tuple[str, ...], list[str]]:
-    """Return the number of GPUs that torch sees, the slots' GPUs, and their PCI addresses."""
+    """Return how many GPUs torch sees, and the identifiers and PCI addresses of the slots' GPUs.
+
+    Addresses that torch does not report are left out.
+    """
     import torch
 
     from mpigossip.cluster.local_devices import gpu_of

@@ -30,9 +30,9 @@ def partition(
       same as "sorted";
     * "dirichlet": each class is distributed over nodes in proportions from Dirichlet(alpha) (Hsu,
       Qi, Brown 2019). A full node takes no more samples, and the remaining samples of a class go to
-      the other nodes in their proportions, so all nodes have the same number of samples. The
-      classes are distributed in random order. With a small alpha, each node has few classes; with a
-      large alpha, all nodes have similar classes.
+      the other nodes in their proportions, so that no node gets too many samples. The classes are
+      distributed in random order. With a small alpha, each node has few classes; with a large
+      alpha, all nodes have similar classes.
 
     :param labels: label of each sample
     :param n: number of nodes

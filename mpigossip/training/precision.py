@@ -44,11 +44,11 @@ def without_tf32() -> None:
 class Precision:
     """Arithmetic of the replicas of a model: "fp32", "bf16" or "fp16".
 
-    float16 can't represent magnitudes below 6e-8 or above 65504, so each node scales its loss. If
-    the gradient of any slot overflows, all slots of the node skip the local step, take part in the
-    round as usual, and halve the scale. After GROWTH_INTERVAL steps without an overflow, the scale
-    is doubled. Scales are powers of two from 2⁻¹⁴ to 2²⁴, so scaling does not round (Micikevicius
-    et al., ICLR 2018).
+    float16 can't represent magnitudes below 6e-8 or above 65504, so with "fp16", each node scales
+    its loss. If the gradient of any slot overflows, all slots of the node skip the local step, take
+    part in the round as usual, and halve the scale. After GROWTH_INTERVAL steps without an
+    overflow, the scale is doubled. Scales are powers of two from 2⁻¹⁴ to 2²⁴, so scaling does not
+    round (Micikevicius et al., ICLR 2018).
     """
 
     def __init__(self, name: str, devices: Sequence[str], rows: int):

@@ -131,7 +131,7 @@ def _key(setting: str) -> str:
 
 
 def _whole_model(job: Job, cadence: str) -> tuple[str, ...]:
-    """Return settings that undo fragments and a delay of the job's own cadence.
+    """Return settings that undo fragments and a delay of the job's own cadence; () without any.
 
     :param job: the job
     :param cadence: name of the proposed cadence
