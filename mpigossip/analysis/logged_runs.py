@@ -132,7 +132,7 @@ def load(paths: Sequence[Path]) -> list[LoggedRun]:
 
 
 def log_of(run: Path) -> Path:
-    """Return the path of the log of a run directory; a path that is no directory is returned."""
+    """Return the path of the log of a run directory; any other path is returned unchanged."""
     return run / "log.h5" if run.is_dir() else run
 
 

@@ -377,7 +377,7 @@ def compared(world: World, devices: str, graph: str, timeout_s: float) -> Findin
 
 
 def _trained(job: Job, world: World, n: int) -> torch.Tensor:
-    """Train some steps; return the parameters of the local nodes.
+    """Train `STEPS` steps on n nodes; return the parameters of the local nodes.
 
     The result is an array (local nodes, parameters) on the CPU.
     """

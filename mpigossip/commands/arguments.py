@@ -123,6 +123,8 @@ def run_named(path: Path) -> Path:
 def quantity(units: Mapping[str, float]) -> Callable[[str], float]:
     """Return a function that parses a number greater than 0 with a unit, such as 80ms.
 
+    The function raises ArgumentTypeError for any other text.
+
     :param units: factor by which the number is multiplied, by the name of its unit
     """
 

@@ -44,9 +44,10 @@ def moves(samples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def crop_flip(images: np.ndarray, moved: np.ndarray) -> np.ndarray:
-    """Pad images by 4 black pixels, crop them to their former size, and mirror half of them.
+    """Pad images by 4 black pixels, crop them to their former size, and mirror some of them.
 
-    This is the protocol for CIFAR of He et al., "Deep residual learning" (CVPR 2016), section 4.2.
+    ``moved`` determines the crops, and which images are mirrored. This is the protocol for CIFAR of
+    He et al., "Deep residual learning" (CVPR 2016), section 4.2.
 
     :param images: (B, C, H, W) uint8, overwritten
     :param moved: (3, B), the columns of the result of `moves` for these images

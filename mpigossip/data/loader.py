@@ -282,7 +282,7 @@ class Loader(contextlib.AbstractContextManager):
         return options
 
     def _next_batch(self, batches: Iterator[Nested], what: str) -> Nested:
-        """Return the next batch, or `Refused` at the end.
+        """Return the next batch, or the class `Refused` at the end.
 
         :param batches: iterator over batches
         :param what: purpose of the batch for error messages, such as "step 3"

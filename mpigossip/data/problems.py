@@ -104,8 +104,8 @@ def quadratics(
     :param dimension: number of elements of x
     :param heterogeneity: ζ
     :param condition: ratio of the largest and the smallest curvature
-    :param bend: standard deviation of log a_ik between nodes; with 0, all nodes have the same a,
-        and x̄ evolves as in parallel SGD
+    :param bend: standard deviation of log a_ik between nodes, before the curvatures are scaled to
+        their mean; with 0, all nodes have the same a, and x̄ evolves as in parallel SGD
     :param arrangement: "random": differences between nodes are drawn at random; "smooth": they are
         proportional to cos(2π i/n) at node i
     :param draw: random seed of the problem

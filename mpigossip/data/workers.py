@@ -26,7 +26,7 @@ LAUNCHER = ("PMI", "OMPI_", "PRTE_", "SLURM_", "PALS_", "HYDRA_", "HYDI_", "MPI_
 
 
 class Refused(NamedTuple):
-    """Error message that a loading process sends in place of a batch, instead of an exception."""
+    """Error message that takes the place of a batch, in this or in a loading process."""
 
     text: str
 

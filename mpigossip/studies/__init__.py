@@ -33,10 +33,10 @@ class Study(Results):
     ) -> Figure:
         """Plot the mean of a metric over seeds, with a band for its confidence interval.
 
-        A curve has a value for each evaluation; runs that diverged are left out. The band is the
-        95 % confidence interval of the mean over seeds. The band of an accuracy is clipped to
-        [0, 1]. If the mean of another metric is positive but its band would reach 0, the lower end
-        of the band is replaced by mean² / upper end.
+        A curve has a value for each evaluation. Runs whose loss became NaN or infinite are left
+        out. The band is the 95 % confidence interval of the mean over seeds. The band of an
+        accuracy is clipped to [0, 1]. If the mean of another metric is positive but its band would
+        reach 0, the lower end of the band is replaced by mean² / upper end.
 
         :param y: name of a metric, "loss" or "consensus_distance"; None: the metric ``judge`` of
             the study
@@ -95,7 +95,7 @@ class Study(Results):
         return names
 
     def _compared_curve(self) -> list[str]:
-        """Return the metric that `METRIC-by-MB` shows; [] if no metric has a curve."""
+        """Return the metric that `METRIC-by-MB` shows, in a list; [] if no metric has a curve."""
         return [self.judge] if self.judge in self.curves else self.curves[:1]
 
     def transient(

@@ -225,7 +225,8 @@ def make_parts(
     :param local: local step that replaces the local step of the job; None: the job's local step
     :param total: number of steps of the run, on which some cadences depend; None: not known
     :param frozen: names of parameters that are not trained now, but may be later
-    :raises JobError: if the fragments that the job names don't divide the model
+    :raises JobError: if the fragments that the job names don't divide the model, or if its
+        algorithm can't be built
     """
     graph = graphs.graph("identity", 1) if graph is None else graph
     shards = range(flat.slots) if shards is None else shards
