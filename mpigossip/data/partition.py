@@ -137,8 +137,11 @@ class Order:
 def draw_together(orders: Sequence[Order], epoch: int) -> None:
     """Draw the permutations of several nodes for an epoch, and store them in the orders.
 
-    One draw for all nodes takes as long as a draw for one node. An order that has the permutation
+    One draw for all nodes is faster than a draw for each of them. An order that has the permutation
     of this epoch already is not changed.
+
+    :param orders: orders with the same seed
+    :param epoch: number of the epoch
     """
     if outdated := [order for order in orders if order.latest[0] != epoch]:
         lengths = [len(order.part) for order in outdated]

@@ -63,8 +63,8 @@ def confidence_band(metric: str, values: Any) -> Band:
     """Return the band of a metric.
 
     Intervals by Student's t are not bounded. The interval of an accuracy is therefore clipped to
-    [0, 1]. If the interval of a positive metric would reach 0, its lower end is replaced by mean² /
-    upper end.
+    [0, 1]. If the interval of another metric, whose means are positive, would reach 0 at some
+    evaluation, its lower end is replaced by mean² / upper end at all evaluations.
 
     :param metric: name of the metric
     :param values: array of shape (seeds, evaluations)

@@ -87,7 +87,7 @@ def blend_weight(
     :param start: γ at step 0, between 0 and 1
     :param end: γ at the last step and later, between 0 and 1; None: γ = ``start`` at all steps
     :param shape: "linear" or "cosine"
-    :param total_steps: number of steps of the run
+    :param total_steps: number of steps, T
     """
     if end is None:
         return lambda step: start

@@ -39,7 +39,7 @@ WITHIN = 1.1
 class Proposal:
     """Proposal of a graph, an algorithm, a period and a wire.
 
-    With a higher ``level``, fewer bytes are sent, and the risk of a lower accuracy is higher.
+    With a higher ``level``, the risk of a lower accuracy is higher; all-reduce has the level 0.
     """
 
     label: str
