@@ -1,4 +1,4 @@
-"""`mpigossip doctor`: check a machine before the first training.
+"""Command `mpigossip doctor`, which checks a machine before the first training.
 
 Every rank checks its own process and host, then all ranks test the network together. Rank 0 prints
 the findings, and ends with "ready" or with the problems and their remedies. Tests that use MPI are

@@ -1,4 +1,4 @@
-"""Describe a job without running it: all settings, and the traffic and memory of a step."""
+"""Description of a job that is not run: all settings, and the traffic and memory of a step."""
 
 import os
 import textwrap

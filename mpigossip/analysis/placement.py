@@ -1,4 +1,4 @@
-"""Check how the ranks of each host are bound to its cores, memory nodes and GPUs.
+"""Checks of the binding of each host's ranks to its cores, memory nodes and GPUs.
 
 Every rank describes its host; :func:`judged` compares these descriptions on rank 0.
 """

@@ -1,4 +1,4 @@
-"""`mpigossip graph`: show, compare, draw and search graphs."""
+"""Command `mpigossip graph`, which shows, compares and draws graphs, and searches for them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """JSON Schema of job files, by which editors complete and check settings during typing.
 
 The schema is derived from the sections and from the tables of names. It checks types, choices and
-limits. Some conditions need the whole job, or depend on the machine: only the commands check those.
+most limits. Some conditions need the whole job, or depend on the machine: only the commands check
+those.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reading of plain TOML values, writing of TOML, and error messages about keys and values.
 
-The rest of `config` is built on this module, which knows neither types nor the sections of a job.
+This module depends neither on the types nor on the sections of a job.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: each number is a pure function of a seed and of its purpose.
+"""Counter-based random numbers, which are pure functions of a seed, a purpose and counters.
 
 This is Philox4x32-10 of Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3"
 (SC 2011), over arrays of counters. NumPy has this generator only as a stream: creating one object

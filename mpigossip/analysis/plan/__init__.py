@@ -1,4 +1,4 @@
-"""Predict the time of a step and of an epoch on n nodes, per graph, cadence and wire."""
+"""Predictions of the time of a step and of an epoch on n nodes, per graph, cadence and wire."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,4 +1,4 @@
-"""Propose graph, algorithm, period and wire for a network (`mpigossip plan --best`)."""
+"""Proposals of graph, algorithm, period and wire for a network (`mpigossip plan --best`)."""
 
 import shlex
 from collections.abc import Iterator, Sequence
