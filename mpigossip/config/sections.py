@@ -283,7 +283,7 @@ class NodeSection:
     """Time limit, in seconds, of each wait for a neighbour. A slot that is later than the other
     slots of its node by 0.8 times this limit ends the run, too."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Arithmetic of forward and backward; auto: bf16 if the device supports it, otherwise fp32."""
+    """Arithmetic of forward and backward; auto: bf16 on GPUs that support it, otherwise fp32."""
     wire: Text = "fp32"
     """Format of messages between nodes. "fp32" is exact; "bf16", "qsgd" and "fp4" are lossy;
     "sign", "top-k", "top-k-int2", "random-k" and "shared-k" omit most of the values or bits."""

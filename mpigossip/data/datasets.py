@@ -178,7 +178,8 @@ class Datasets(JobData):
 COMPARED = 8
 """Largest number of samples of each split that ranks compare."""
 ROUNDING = 1e-2
-"""Largest difference between floating-point numbers of two ranks, relative to their norm."""
+"""Largest difference between projections, or norms, of the arrays of two ranks, relative to the
+larger norm."""
 
 
 def compared_indices(count: int) -> np.ndarray:
