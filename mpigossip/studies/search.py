@@ -27,7 +27,8 @@ class Trial:
     rate: float
     """Learning rate."""
     judged: float
-    """Final value of the metric by which rates are compared; NaN if the run diverged."""
+    """Final value of the metric by which rates are compared; NaN if the loss became NaN or
+    infinite."""
     late: bool = False
     """True if the training loss rose again by over half of its decrease."""
     cell: Cell | None = None

@@ -130,7 +130,8 @@ class Machine:
     combine_rate: float
     """Bytes/s at which a received message is added to a weighted sum."""
     sources: dict[str, str] = field(default_factory=dict)
-    """Origin of each value, by its name: "measured", "given" or "assumed"."""
+    """Origin of each value, such as "measured", "given" or "assumed", by the names in
+    `analysis.machine.WORDS`."""
     where: str = "this process alone"
     """Description of the machine for output."""
     jitter: float = 0.0

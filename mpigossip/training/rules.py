@@ -240,7 +240,7 @@ def check_rounds(job: Job, graph: Graph, world: World) -> None:
 # -- graph ------------------------------------------------------------------------------------
 
 FACTS = {"static", "symmetric", "row-stochastic", "column-stochastic"}
-"""Members of `Algorithm.needs` that are also members of `Graph.facts`."""
+"""Conditions of algorithms (`Algorithm.needs`) that are names of facts (`Graph.facts`)."""
 
 
 def lacking(needs: frozenset, graph: Graph) -> list[str]:
