@@ -30,7 +30,9 @@ REMEDIES = {
 READERS = ("resume", "simulate", "data", "log", "report", "checkpoint")
 """Commands that read files that other users may have written, and that may therefore be forged."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGILL)
+"""Signals that end a process after an error in machine code, such as in the HDF5 library."""
 HANDED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+"""Signals that a parent process sends on to the child that runs the command."""
 PR_SET_PDEATHSIG = 1
 SILENT_EXIT_S = 2.0
 """Seconds for which a rank that prints no message waits before it exits after an error.
@@ -48,10 +50,11 @@ mpigossip log plot runs/digits
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    A user error is printed as one paragraph, and the exit code is 2. A command that reads files of
-    other users runs in a child process, unless ``arguments`` are given, as in tests.
+    A user error is printed, and the exit code is 2. A command in `READERS` usually runs in a child
+    process (see :func:`_may_crash`), unless ``arguments`` are given, as in tests.
 
-    :param arguments: words of the command line; None: those of this process
+    :param arguments: words of the command line; None: the words of this process
+    :raises SystemExit: after help, the version or an error in the arguments was printed
     """
     if arguments is None:
         _able_to_print()
@@ -93,7 +96,7 @@ def _able_to_print() -> None:
 def _may_crash(words: Sequence[str]) -> bool:
     """Return whether to run the command in a child process, because a file could crash it.
 
-    The result is always False in a rank that a launcher has started.
+    The result is always False in a rank that a launcher has started, and on macOS.
     """
     waits = hasattr(signal, "sigwaitinfo")  # macOS does not have this function.
     return waits and any(word in READERS for word in words[:1]) and not launcher_ranks(os.environ)
@@ -107,7 +110,8 @@ def _in_child(words: Sequence[str]) -> int | None:
     before HDF5 reads them. The crash then ends the child only, and the parent prints a message.
 
     :param words: words of the command line
-    :return: None in the child process; in the parent, the exit code of the child
+    :return: None in the child process; in the parent, the exit code of the child, or FAILED after a
+        crash. If another signal has ended the child, it ends the parent, too
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*HANDED_ON, signal.SIGCHLD})
     pid = os.fork()
@@ -141,6 +145,10 @@ def _in_child(words: Sequence[str]) -> int | None:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
+    """Run one command; print its expected errors, and return the exit code.
+
+    :param arguments: words of the command line; None: the words of this process
+    """
     options = _parse(arguments)
     try:
         return options.run(options) or OK
@@ -198,7 +206,7 @@ def _unprinted(error: OSError | None = None) -> bool:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments; without any, print the help and exit.
 
-    Settings may stand anywhere after the job, even after options.
+    Settings may follow options.
     """
     top = parser()
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
@@ -215,7 +223,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check_command(top: argparse.ArgumentParser, arguments: list[str]) -> None:
-    """Exit with a hint if the first word is not a command, as in `mpigossip plot`."""
+    """Exit with a hint if the first word is neither an option nor a command.
+
+    An example is `mpigossip plot`, because the command is `mpigossip log plot`.
+
+    :param top: parser of all commands
+    :param arguments: words of the command line
+    """
     from mpigossip.config.toml import near
 
     commands = [words for words, _ in every(top) if words]

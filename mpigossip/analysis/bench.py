@@ -1,7 +1,7 @@
 """Measurements of `mpigossip bench`.
 
-Each time is also given as a multiple of a limit: the time that a simple operation of the hardware
-or of MPI, measured in the same run, takes for the same bytes.
+Each time is also given as a multiple of a limit, which is measured in the same run: the time of a
+simple operation with the same bytes, in memory, by MPI or on the disk, or of a computation alone.
 """
 
 import json
@@ -102,9 +102,8 @@ def row(name: str, size: int, times: Sequence[float], limit: Sequence[float]) ->
 def room_for_messages(world: World) -> int:
     """Return the largest size of a message, in bytes, for which the memory of all hosts suffices.
 
-    A measurement needs eight arrays of this size per rank: the windows, the two arrays for the
-    limit, and copies that the MPI library makes. These arrays may fill half of a host's memory.
-    Collective.
+    A measurement is assumed to need eight arrays of this size per rank, for windows, the limit and
+    copies that the MPI library makes. These arrays may fill half of a host's memory. Collective.
     """
     ranks = max(map(world.hosts.count, world.hosts))
     return world.comm.allreduce(host_memory() // 2 // 8 // ranks, MPI.MIN)
@@ -296,17 +295,19 @@ MEASURES = {
     "overlap": overlap,
     "checkpoint": checkpoint,
 }
+"""Measurements by their names on the command line."""
 
 
 def save(rows: Sequence[dict[str, Any]], path: Path, world: World, what: str) -> None:
     """Save the rows as JSON if the file's name ends in .json, otherwise as HDF5.
 
-    An HDF5 file has one dataset for each column.
+    An HDF5 file has one dataset for each column, with NaN for a missing value.
 
     :param rows: rows of the table
     :param path: file to write
     :param world: all ranks
     :param what: name of the measurement, such as "exchange"
+    :raises StoreError: if writing fails
     """
     about = {
         "measured": what,

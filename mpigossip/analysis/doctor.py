@@ -1,4 +1,4 @@
-"""`mpigossip doctor`: check a machine before the first training.
+"""Command `mpigossip doctor`, which checks a machine before the first training.
 
 Every rank checks its own process and host, then all ranks test the network together. Rank 0 prints
 the findings, and ends with "ready" or with the problems and their remedies. Tests that use MPI are
@@ -69,7 +69,8 @@ def examine(options) -> int:
     """Run all checks of `mpigossip doctor`, and print the report on rank 0; collective.
 
     :param options: options of the command
-    :return: exit code: 0 if the machine is ready, otherwise 1
+    :return: exit code: 0 if the machine is ready, otherwise 1. If a rank does not answer, the job
+        ends instead
     """
     findings = Findings()
     ranks: SingleProcess | MPIWorld = SingleProcess()
@@ -345,7 +346,7 @@ def hosts(machines: Sequence[RankReport], several: bool = False) -> Finding:
 
 
 def alike(texts: Sequence[str] | None) -> list[Finding]:
-    """Report whether packages have different versions on different ranks.
+    """Report whether packages have different versions on different ranks; [] if they do not.
 
     :param texts: the versions, as a text from each rank; None on ranks other than 0
     """

@@ -1,4 +1,4 @@
-"""Describe a job without running it: all settings, and the traffic and memory of a step."""
+"""Description of a job that is not run: all settings, and the traffic and memory of a step."""
 
 import os
 import textwrap
@@ -21,6 +21,7 @@ def describe(job: Job, nodes: int | None) -> str:
     :param nodes: number of nodes; None: the number of nodes that the ranks of the launcher form, or
         `NODES` without a launcher
     :raises JobError: if the job cannot run on this number of nodes
+    :raises StoreError: if its data can't be read
     """
     ranks = launched()
     job = shape.with_ranks(job, local_rank()[1]) if ranks else job
@@ -54,7 +55,7 @@ def describe(job: Job, nodes: int | None) -> str:
 
 
 def _row(label: str, words: str) -> list[str]:
-    """Return a TOML comment that begins with a label, as lines of at most 80 characters."""
+    """Return a TOML comment that begins with a label, as lines wrapped at 80 characters."""
     return textwrap.wrap(
         f"# {label:13}{words}",
         80,
@@ -75,7 +76,7 @@ def launched() -> int | None:
 
 
 def _rates(job: Job, n: int, per_step: int, steps: int) -> list[str]:
-    """Return a text on the learning rates of the run; [] if an epoch has no step.
+    """Return lines on the learning rates of the run; [] if the run has no step.
 
     :param job: the job
     :param n: number of nodes
@@ -96,7 +97,7 @@ def _rates(job: Job, n: int, per_step: int, steps: int) -> list[str]:
 
 
 def _traffic(job: Job, planned: costs.Exchanges, what: costs.Subject) -> list[str]:
-    """Return a text on the bytes per step: of an average step, and of a float32 ring all-reduce."""
+    """Return lines on the bytes per step: of an average step, and of a float32 ring all-reduce."""
     ring = bytes_per_exchange(planned.parts.graph, ExchangeKind.GLOBAL, 0, 0, 4 * what.flat.size)
     average = planned.bytes_per_step
     ratio = f"{average / ring:.2f} x" if ring else "against"
@@ -109,7 +110,7 @@ def _traffic(job: Job, planned: costs.Exchanges, what: costs.Subject) -> list[st
 
 
 def _memory(parts: dict[str, int]) -> list[str]:
-    """Return a text on the memory of a node by purpose.
+    """Return lines on the memory of a node by purpose.
 
     Activations, batches and libraries are not included.
     """

@@ -59,7 +59,8 @@ def merged(findings_by_rank: Sequence[Sequence[Finding]] | None) -> list[Finding
 
     :param findings_by_rank: findings of each rank, in the same order of tests; None on ranks other
         than 0
-    :return: the merged findings; none on ranks other than 0
+    :return: the merged findings, with the text of the first of their ranks; [] on ranks other than
+        0
     """
     if findings_by_rank is None:
         return []
@@ -89,7 +90,7 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Return a text with the remedies of all problems, which ends with "ready" or "not ready"."""
+    """Return a text with the remedies of all notes and problems, then "ready" or "not ready"."""
     notes = [
         f"note: {finding.name}: {finding.remedy}"
         for finding in findings

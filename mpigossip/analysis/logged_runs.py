@@ -39,7 +39,7 @@ class LoggedRun:
 
     @property
     def last(self) -> int:
-        """Number of steps in the log."""
+        """Number of steps up to the last one in the log; 0 for an empty log."""
         return int(self.log.steps["step"].max(initial=-1)) + 1
 
     @cached_property
@@ -85,12 +85,15 @@ class LoggedRun:
 
     @property
     def has_virtual_time(self) -> bool:
-        """Return whether the run had a virtual clock from its first step on."""
+        """True if all steps in the log have a virtual time, and there is at least one."""
         seconds = self.log.steps.get(VIRTUAL)
         return seconds is not None and len(seconds) > 0 and bool(np.isfinite(seconds).all())
 
     def virtual_seconds(self, steps: np.ndarray) -> np.ndarray:
-        """Return the virtual training time at ``steps`` in seconds, as a mean over nodes."""
+        """Return the virtual training time at ``steps`` in seconds, as a mean over nodes.
+
+        The run must have a virtual clock (:attr:`has_virtual_time`).
+        """
         rows = self.log.steps["step"]
         spent = self.log.steps[VIRTUAL].mean(1)
         block = (
@@ -104,10 +107,11 @@ def load(paths: Sequence[Path]) -> list[LoggedRun]:
     """Load runs, and give each a name and a style.
 
     The name is the end of the path. Runs that differ only in their seed are combined into one,
-    whose name consists of the settings by which it differs from the other runs.
+    whose name consists of the settings by which it differs from the other runs, or otherwise of its
+    :func:`description`.
 
     :param paths: run directories or logs
-    :raises StoreError: if there is no log
+    :raises StoreError: if there is no log, or if it can't be read
     """
     from mpigossip.studies.drawing import style
 
@@ -128,12 +132,12 @@ def load(paths: Sequence[Path]) -> list[LoggedRun]:
 
 
 def log_of(run: Path) -> Path:
-    """Return the log of a run directory, or the log itself."""
+    """Return the path of the log of a run directory; any other path is returned unchanged."""
     return run / "log.h5" if run.is_dir() else run
 
 
 def short_names(folders: Sequence[Path], longest: int = 32) -> list[str]:
-    """Return a short unique name for each folder: the last parts of its path.
+    """Return a short name for each folder, the last parts of its path; only equal folders share it.
 
     :param folders: paths of run directories
     :param longest: largest number of characters, because a legend must leave room for the axes;
@@ -197,7 +201,8 @@ def over_nodes(function: Callable, values: np.ndarray) -> np.ndarray:
 def smooth(values: np.ndarray) -> np.ndarray:
     """Return a moving average of ``values``, in which values that are not finite are ignored.
 
-    The window has 1/25 of the rows, and is shorter at both ends.
+    The window has about 1/25 of the rows, and is shorter at both ends. The result is NaN where the
+    window contains no finite value.
     """
     half = len(values) // 50
     finite = np.isfinite(values)

@@ -65,16 +65,19 @@ def examine(
 ) -> Machine:
     """Return the properties of this machine, and measure those that are not given; collective.
 
-    The time of computation is measured in real steps of the job on one node. Latency and bandwidth
-    are measured in whole rounds with the job's message between the ranks, and therefore include the
-    time that MPI and Python need.
+    The time of computation is measured in real steps of the job, for each node on its own. If it is
+    given, the times of averages in the node and of the update are not measured, but 0 unless they
+    are given, too. Latency and bandwidth are measured in whole rounds between the ranks with a
+    float32 vector of the size of the model, and therefore include the time that MPI and Python
+    need. For a single node, they are assumed.
 
     :param what: the job and its sizes
     :param world: all ranks
-    :param given: known values by the names of `WORDS`; None: the value has to be measured. A given
-        "combine_rate" or "coding_rate" is the rate of one slot: each slot handles its own shard.
+    :param given: known values by the names of `WORDS`; None: not known. A given "combine_rate" or
+        "coding_rate" is the rate of one slot: each slot handles its own shard.
     :param budget_s: seconds that measuring may take, approximately
-    :raises JobError: if the job's devices are missing here, and compute_s is not given
+    :raises JobError: if compute_s is not given, and the job can't be trained here, for example
+        because its devices are missing
     """
     on_cpu = slots_of(what.job.node.devices)[0] == "cpu"
     compute_s = given.get("compute_s")
@@ -125,6 +128,12 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
     steps. The jitter is half the distance between the 16 % and 84 % quantiles of the computation
     time, divided by its median. For a normal distribution, this is the relative standard deviation;
     unlike the latter, it is not changed by rare pauses. All values are means over ranks.
+    Collective.
+
+    :param what: the job and its sizes
+    :param world: all ranks
+    :param budget_s: seconds that measuring may take, approximately
+    :raises JobError: if the job can't be trained here
     """
     from mpigossip.cluster.nodes import isolate_node
     from mpigossip.cluster.world import SingleProcess
@@ -254,12 +263,12 @@ def _network(what: Subject, world, combine_rate: float, budget_s: float, work_s:
 def _rounds(
     world: World, what: Subject, elements: int, budget_s: float, work_s: float
 ) -> dict[ExchangeKind, float]:
-    """Return the median seconds by which each kind of exchange lengthens a step.
+    """Return the seconds by which each kind of exchange lengthens a step; collective.
 
-    The kinds are a one-peer round and a global average of one vector. Consecutive rounds are timed
-    together, because the first round after a barrier takes longer. Before each round, the cores
-    compute as in a step: if there are few cores, an exchange has to wait for them and for the
-    slowest rank.
+    They are means over ranks of medians over measurements, and at least 1e-6. The kinds are a
+    one-peer round and a global average of one vector. Consecutive rounds are timed together,
+    because the first round after a barrier takes longer. Before each round, the cores compute as in
+    a step: if there are few cores, an exchange has to wait for them and for the slowest rank.
 
     :param world: all ranks
     :param what: the job and its sizes

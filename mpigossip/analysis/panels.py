@@ -1,4 +1,4 @@
-"""Panels of a plot: each function draws one quantity of some runs against steps, epochs or time."""
+"""Panels of a plot, each drawn by a function that shows one quantity of one or several runs."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Axis:
 
     label: str
     at: Callable[[LoggedRun, np.ndarray], np.ndarray]
+    """Function that maps a run and some of its steps to positions."""
 
     def dress(self, axes: Axes, runs: Sequence[LoggedRun]) -> None:
         """Set the label and the limits of the horizontal axis, which starts at 0."""
@@ -44,7 +45,10 @@ class Axis:
 
 
 def steps(runs: Sequence[LoggedRun]) -> Axis:
-    """Return an axis of steps, or of epochs if the runs' epochs have different numbers of steps."""
+    """Return an axis of steps, or of epochs if the runs' epochs have different numbers of steps.
+
+    If one of these numbers is not known, the axis shows steps.
+    """
     lengths = {run.epoch_steps for run in runs}
     if len(lengths) > 1 and all(lengths):
         return Axis("epoch", lambda run, at: at / run.epoch_steps)
@@ -104,8 +108,9 @@ def loss(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None:
     """Draw a metric of the averaged model on the test set, of the nodes' models, and of training.
 
-    The nodes' models are drawn as a range from their lowest to their highest value. Runs without
-    this metric are left out.
+    The nodes' models are drawn as a range from their lowest to their highest value, if there are at
+    most `BANDS` runs. A run that combines several seeds has a confidence interval instead. Runs
+    without this metric are left out.
     """
     shown = [run for run in runs if name in run.log.evaluations]
     label = "fraction of test samples" if name == "accuracy" else f"{name}{runs[0].unit(name)}"
@@ -166,7 +171,8 @@ def _wide(axes: Axes, values: np.ndarray) -> None:
 def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     """Draw the consensus distance, and mark the range in which it is only rounding of float32.
 
-    Asynchronous runs measure the distance only at evaluations, so it is drawn as points.
+    If a run has measured the distance only at evaluations, as asynchronous runs do, its line has
+    markers.
     """
     _dress(axes, "Consensus distance", r"$\|x_i-\bar{x}\|^2\,/\,\|\bar{x}\|^2$, mean over nodes")
     equal_runs = []
@@ -215,8 +221,9 @@ def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 def spread(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     """Draw the difference between the nodes' own models and the averaged model, in a metric.
 
-    The metric is the task's first metric, on each node's part of the test set. The panel shows the
-    range and the mean of the difference over nodes.
+    The metric is the first metric of the first run that has any, on each node's part of the test
+    set. The panel shows the mean of the difference over nodes and, for at most `BANDS` runs, its
+    range.
     """
     name = next((name for run in runs for name in run.metrics), "accuracy")
     of, scale = ("% points", 100) if name == "accuracy" else (f"{name}{runs[0].unit(name)}", 1)
@@ -296,7 +303,10 @@ def traffic(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 
 
 def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
-    """Draw the parts of one run's step time as stacked areas, smoothed over steps."""
+    """Draw the parts of one run's step time as stacked areas, smoothed over steps.
+
+    Steps that took more than 5 times the median are left out, and counted in the label.
+    """
     (run,) = runs
     log = run.log
     label = "milliseconds, mean over nodes"
@@ -330,7 +340,7 @@ def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 
 
 def times(axes: Axes, runs: Sequence[LoggedRun]) -> None:
-    """Draw the mean time of a step as stacked bars, one for each run."""
+    """Draw the parts of the mean time of a step as a stacked bar for each run."""
     _dress(axes, "Step time", "")
     axes.grid(False, axis="y")
     positions = np.arange(len(runs))

@@ -1,4 +1,4 @@
-"""Check how the ranks of each host are bound to its cores, memory nodes and GPUs.
+"""Checks of the binding of each host's ranks to its cores, memory nodes and GPUs.
 
 Every rank describes its host; :func:`judged` compares these descriptions on rank 0.
 """
@@ -28,7 +28,8 @@ class HostReport:
 
     host: str
     own_gpus: tuple[str, ...]
-    """Identifiers of the rank's GPUs, which are unique on the host; empty if its slots are CPUs."""
+    """Identifier of each of the rank's GPUs, unique on the host, or "" if torch does not report it;
+    empty if the slots are CPUs."""
     visible: int
     """Number of GPUs that this process sees."""
     gpu_count: int
@@ -77,7 +78,10 @@ def seen(world: World, slots: Sequence[str]) -> HostReport:
 
 
 def _gpus(slots: Sequence[str]) -> tuple[int, tuple[str, ...], list[str]]:
-    """Return the number of GPUs that torch sees, the slots' GPUs, and their PCI addresses."""
+    """Return how many GPUs torch sees, and the identifiers and PCI addresses of the slots' GPUs.
+
+    Addresses that torch does not report are left out.
+    """
     import torch
 
     from mpigossip.cluster.local_devices import gpu_of

@@ -1,4 +1,4 @@
-"""Plot of one or several runs: a panel with its unit for each metric of their logs."""
+"""Plot of one or several runs, which arranges the panels of `analysis.panels` in a figure."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ LINE = 0.21
 def plot(runs: Sequence[Path], out: Path) -> None:
     """Write a PNG file with one run, or one that compares runs.
 
-    Each run has its own colour, line style and marker. The panels of one run show the loss and the
-    task's metrics against steps, the consensus distance, the time of a step and, for asynchronous
-    exchanges, the staleness. The panels of several runs also show the loss and the metrics against
-    training time, the difference between each node's model and the averaged model, and the bytes
-    sent. If the epochs of the runs have different numbers of steps, epochs are used in place of
-    steps.
+    Each run has its own colour, line style and marker. Runs that differ only in their seed are
+    drawn as one. The panels of one run show the loss and the task's metrics against steps, the
+    consensus distance (for members, the times of their places), the time of a step and, for
+    asynchronous exchanges, the staleness. The panels of several runs also show the loss and the
+    metrics against training time, the difference between each node's model and the averaged model,
+    and the bytes sent. If the epochs of the runs have different numbers of steps, epochs are used
+    in place of steps.
 
     :param runs: run directories or logs
     :param out: file to write
-    :raises StoreError: if there is no log, or the file can't be written
+    :raises StoreError: if there is no log, if it can't be read, or if the file can't be written
     """
     with replacing(out) as temporary:
         figure(load([Path(run) for run in runs])).savefig(temporary, format="png")
@@ -44,7 +45,7 @@ def plot(runs: Sequence[Path], out: Path) -> None:
 def figure(runs: Sequence[LoggedRun]) -> Figure:
     """Return the figure that :func:`plot` writes.
 
-    More than about ten runs are divided into groups, with one set of panels below the other.
+    More than `CURVES` runs are divided into groups, with one set of panels below the other.
     """
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -71,7 +72,10 @@ def figure(runs: Sequence[LoggedRun]) -> Figure:
 
 
 def _training_curve(runs: Sequence[LoggedRun]) -> Figure:
-    """Draw one run in four or more panels that are readable at a width of 800 pixels."""
+    """Return a figure of one run, whose panels are readable at a width of 800 pixels.
+
+    :param runs: sequence that contains the run
+    """
     from matplotlib.figure import Figure
 
     drawn: list[Callable] = [panels.loss]
@@ -149,7 +153,12 @@ def _draw(target: FigureBase, runs: Sequence[LoggedRun], title: str, heights: li
 def _name_runs(target: FigureBase, runs: Sequence[LoggedRun], title: str) -> None:
     """Add a title if there is one run, or a legend if there are several.
 
-    Each name is followed by the last value of the task's first metric.
+    Each name is followed by a description of the run, unless it combines several seeds, and by the
+    last test value of the task's first metric, if there is one.
+
+    :param target: figure, or part of it
+    :param runs: runs of the group
+    :param title: title of the group; "" if there is one group only
     """
     labels = []
     for run in runs:

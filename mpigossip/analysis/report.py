@@ -109,7 +109,8 @@ def _tested_at(log: Log) -> Sequence[int]:
 def _logged(log: Log) -> list[Sequence[str]]:
     """Return the rows of a table of the metrics that a program has logged, for at most 20 steps.
 
-    Steps at which all metrics are known are preferred to steps at which only some are.
+    Steps at which all metrics are known are preferred to steps at which only some are. The first
+    row is the heading; without metrics, the result is [].
     """
     names = sorted(["loss", *own_columns(log)])
     values = {name: over_nodes(np.nanmean, log.steps[name]) for name in names}
@@ -160,7 +161,8 @@ def write(runs: Sequence[Path], out: Path) -> None:
 
     :param runs: run directories or logs
     :param out: file to write
-    :raises StoreError: if there is no log, or the page can't be written
+    :raises StoreError: if there is no log, if a log or `doctor.json` can't be read, or if the page
+        can't be written
     """
     drawn = load([Path(run) for run in runs])
     text = page(drawn, [_findings(run.path) for run in drawn])
@@ -206,14 +208,15 @@ COLUMNS = {
     "samples_per_second": ("samples/s", "{:,.0f}"),
     "digest": ("digest", "{:.16}…"),
 }
-"""Entries of a summary that the table of results shows: name of the column, and format."""
+"""Entries of a summary that the table of results shows after the metrics, by key: name of the
+column, and format."""
 
 
 def _result(runs: Sequence[LoggedRun]) -> tuple[list[str], list[tuple[list[str], list[str]]]]:
     """Return the table of results: names of its columns, and two lists for each run.
 
-    The first list has the texts of the cells, the second their plain values, by which the page
-    sorts rows.
+    The first list has the name and the description of the run, the second the formatted entries of
+    its summary.
     """
     tested = dict.fromkeys([*(name for run in runs for name in run.metrics), "loss"])
     columns = {n: (f"test {n}", "{:.4g}") for n in tested} | COLUMNS
@@ -265,6 +268,8 @@ def stays(run: Path) -> str:
     """Return a text on how each place of a training of members has ended, and on repeated claims.
 
     For other runs, return "".
+
+    :param run: run directory
     """
     if not (run / "places").is_dir():
         return ""

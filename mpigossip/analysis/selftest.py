@@ -1,6 +1,6 @@
-"""Tests that use MPI: the MPI library, its support of GPU memory, and puts to each neighbour.
+"""Tests that use MPI: its library, puts to each neighbour, sums in a node, and GPU memory.
 
-All functions are collective; findings are complete on rank 0.
+The tests are collective, and their findings are complete on rank 0.
 """
 
 import os
@@ -32,8 +32,9 @@ REPEATS = 5
 SMALL = 8
 """Number of bytes of the message with which the latency is measured."""
 SLOW = 3.0
-"""A link is reported as slow if its time is at least this multiple of the median time."""
+"""A link is reported as slow if its time is more than this multiple of the median time."""
 LEVELS = "SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE"
+"""Thread levels of MPI."""
 
 
 def all_tests(
@@ -173,7 +174,7 @@ def puts(world: MPIWorld, test_graph: Graph, size: int, activities: list[str]) -
     """Test MPI's Put and Flush from all ranks to their out-neighbours at the same time.
 
     :param world: all ranks
-    :param test_graph: the graph; all of its rounds are tested
+    :param test_graph: the graph, of which at most `trials.ROUNDS` rounds are tested
     :param size: bytes of the large put
     :param activities: list to which the present activity is added
     """

@@ -1,11 +1,11 @@
 """Timing of functions that ranks call together, such as rounds of an exchange.
 
-All measurements follow the same rules:
+The measurements of :func:`take_turns`, which the other functions use, follow these rules:
 
 * A measurement times consecutive calls of a function. Each rank uses its own clock, and divides
   the time by the number of calls.
 * The first measurement of each function is dropped, because its calls open connections.
-* Before each measurement, all ranks wait in a barrier, which is not timed.
+* Before each measurement, the ranks of the communicator wait in a barrier, which is not timed.
 * Functions are measured in turn, so that other programs on the host disturb all of them alike.
 * Callers use the median of the measurements, or the minimum for a time without disturbances.
 """
@@ -20,6 +20,7 @@ import torch
 from mpi4py import MPI
 
 Work = Callable[[], object]
+"""Function without parameters, which is timed."""
 
 
 def stopwatch(work: Work, calls: int = 1) -> float:

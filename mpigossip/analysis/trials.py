@@ -1,6 +1,6 @@
 """Tests that exchange and train: sums in a node, each transport, and a training of 20 steps.
 
-All functions are collective, and findings are complete on rank 0. The result of the training is
+The tests are collective, and their findings are complete on rank 0. The result of the training is
 compared with the result of the simulator.
 """
 
@@ -36,6 +36,7 @@ from mpigossip.mixing.transports.windows import Windows
 from mpigossip.training import assemble
 
 ORDERS = "slots", "nccl"
+"""Values of `node.sums` that are tested on GPUs; CPUs have the first one only."""
 REPEATS = 2
 """Number of averages in a node that are timed. An earlier one, which opens connections, is not."""
 ROUNDS = 16
@@ -166,7 +167,11 @@ def rates(
 
 
 def _on_gpus_fit(size: int, slots: Sequence[str]) -> bool:
-    """Return whether eight messages per slot fit into half of the free memory of each GPU."""
+    """Return whether eight messages per slot fit into half of the free memory of each slot's GPU.
+
+    :param size: bytes of a message
+    :param slots: devices of the slots, of which several may be on one GPU; CPUs do not count
+    """
     slots_of_gpu = {slot: slots.count(slot) for slot in slots if slot != "cpu"}
     return all(
         16 * size * many <= torch.cuda.mem_get_info(slot)[0] for slot, many in slots_of_gpu.items()
@@ -181,7 +186,10 @@ def _timed(
     way: str,
     activities: list[str],
 ) -> tuple[float, float]:
-    """Return the seconds of a round on the slowest rank, and the largest relative error.
+    """Return the seconds per message on the slowest rank, and the largest relative error.
+
+    On CPUs, the time of a round is divided by the number of neighbours. The error is not measured
+    on GPUs, and 0. Collective.
 
     :param world: all ranks
     :param test_graph: the graph
@@ -189,6 +197,7 @@ def _timed(
     :param size: bytes of a message
     :param way: name of the transport
     :param activities: list to which the present activity is added
+    :raises TransportUnavailable: on all ranks, if a transport between GPUs fails
     """
     widths = (max(size // 4, 1),) * len(slots)
     if slots[0] == "cpu":
@@ -224,7 +233,8 @@ def _try_out(
 ) -> tuple[float, float]:
     """Run some rounds, and close the mixer; return the time of a round and the error of averages.
 
-    The time is the median, in seconds; the error is the largest relative error of any rank.
+    The time is the median over rounds, in seconds; the error is the largest relative error. Both
+    are values of this rank.
 
     :param world: all ranks
     :param test_graph: the graph
@@ -270,6 +280,8 @@ def routes(
 ) -> Finding:
     """Report the transport to each out-neighbour; transports between GPUs are tested first.
 
+    Collective.
+
     :param world: all ranks
     :param test_graph: the graph
     :param slots: devices of this rank's slots
@@ -314,6 +326,7 @@ def routes(
 # -- a training and its simulation -------------------------------------------------------------
 
 STEPS = 20
+"""Number of steps of the training."""
 MAX_NODES = 64
 """Largest number of nodes that rank 0 simulates."""
 DIGITS = 1437
@@ -322,6 +335,8 @@ DIGITS = 1437
 
 def compared(world: World, devices: str, graph: str, timeout_s: float) -> Finding:
     """Train a small model on the nodes, and compare it with the simulator; collective.
+
+    More than `MAX_NODES` nodes train, but are not compared. A single node does nothing.
 
     :param world: all ranks
     :param devices: value of `node.devices`
@@ -362,7 +377,7 @@ def compared(world: World, devices: str, graph: str, timeout_s: float) -> Findin
 
 
 def _trained(job: Job, world: World, n: int) -> torch.Tensor:
-    """Train some steps; return the parameters of the local nodes.
+    """Train `STEPS` steps on n nodes; return the parameters of the local nodes.
 
     The result is an array (local nodes, parameters) on the CPU.
     """

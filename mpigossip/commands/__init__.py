@@ -1,5 +1,6 @@
 """Commands of the command line: their parsers, examples and functions.
 
-The function ``add(commands)`` of each module adds its commands to the parser. Large packages, such
-as torch, are imported only when a command runs. The work itself is in other subpackages.
+The function ``add(commands)`` of each module except `arguments` adds its commands to the parser.
+Large packages, such as torch, are imported only when a command runs. The work itself is in other
+subpackages.
 """

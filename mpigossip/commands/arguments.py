@@ -10,11 +10,13 @@ from typing import Any
 from mpigossip.config.readable import print_safe as print_safe
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+"""Seconds in each unit of time."""
 BYTES_A_SECOND = {
     prefix + unit: factor * size
     for prefix, factor in {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.items()
     for unit, size in {"B/s": 1.0, "bit": 0.125, "bit/s": 0.125}.items()
 }
+"""Bytes per second in each unit of bandwidth, with decimal prefixes."""
 
 
 def command(
@@ -55,7 +57,10 @@ def _parser(commands, name: str, summary: str, examples: str) -> argparse.Argume
 def help_text(summary: str, examples: str) -> dict:
     """Return the keyword arguments of a parser for its help: description, examples and format.
 
-    The help is 80 columns wide.
+    The description is wrapped at 78 columns; examples keep their lines.
+
+    :param summary: description of the command
+    :param examples: example lines of a shell; lines that begin with a space continue an example
     """
     lines = textwrap.dedent(examples).strip().splitlines()
     plural = "s" * (sum(not line.startswith(" ") for line in lines) > 1)
@@ -97,9 +102,10 @@ def dry_run(parser: argparse.ArgumentParser) -> None:
 
 
 def run_named(path: Path) -> Path:
-    """Return ``path``, a run directory or log, if it exists.
+    """Return ``path`` if it exists.
 
-    :raises StoreError: if ``path`` does not exist; the message names similar runs
+    :param path: run directory, log or checkpoint
+    :raises StoreError: if ``path`` does not exist; the message names runs in the same folder
     """
     from mpigossip.config.toml import near
     from mpigossip.store import StoreError
@@ -116,6 +122,8 @@ def run_named(path: Path) -> Path:
 
 def quantity(units: Mapping[str, float]) -> Callable[[str], float]:
     """Return a function that parses a number greater than 0 with a unit, such as 80ms.
+
+    The function raises ArgumentTypeError for any other text.
 
     :param units: factor by which the number is multiplied, by the name of its unit
     """
@@ -135,6 +143,7 @@ def quantity(units: Mapping[str, float]) -> Callable[[str], float]:
 def share(text: str) -> float:
     """Parse a fraction from 0 to below 1, such as 5% or 0.05.
 
+    :param text: word of the command line
     :raises ArgumentTypeError: if the text is no such fraction
     """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%?)", text)
@@ -151,6 +160,7 @@ def numbers_of_nodes(text: str) -> list[int]:
 
     The numbers are returned in ascending order, each once.
 
+    :param text: numbers and ellipses, "…" or "...", separated by commas
     :raises ArgumentTypeError: if a word is no whole number from 1 to 4096
     """
     counts: list[int] = []
@@ -173,6 +183,10 @@ def number(kind: type, minimum: float, maximum: float) -> Callable[[str], Any]:
 
     The function raises ArgumentTypeError if the number is outside, and ValueError if the text is no
     number.
+
+    :param kind: int or float
+    :param minimum: smallest allowed number
+    :param maximum: largest allowed number
     """
 
     def read(text: str) -> Any:
@@ -195,7 +209,12 @@ times = number(float, 1, 10**7)
 
 
 def size_in_bytes(text: str) -> int:
-    """Parse a number of bytes from 1 on, such as 512, 1KB (1000 bytes) or 100MB."""
+    """Parse a number of bytes from 1 to 10^15, such as 512, 1KB (1000 bytes) or 100MB.
+
+    :param text: word of the command line
+    :raises ArgumentTypeError: if the number is outside
+    :raises ValueError: if the text is no number of bytes
+    """
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
     figure = text.upper()
     factor = 1
@@ -209,6 +228,7 @@ def size_in_bytes(text: str) -> int:
 def count_of_parameters(text: str) -> int:
     """Parse a number of parameters, such as 25600000, 25.6M or 1.3B (1.3 billion).
 
+    :param text: word of the command line
     :raises ArgumentTypeError: if the text is no number from 1 to 10,000 billion
     """
     units = {"K": 10**3, "M": 10**6, "B": 10**9, "": 1}
@@ -222,7 +242,12 @@ def count_of_parameters(text: str) -> int:
 
 
 def sized_time(text: str) -> tuple[int, float]:
-    """Parse a size and a time, such as 25MB:3.1ms, as bytes and seconds."""
+    """Parse a size and a time, such as 25MB:3.1ms, as bytes and seconds.
+
+    :param text: word of the command line
+    :raises ArgumentTypeError: if there is no colon, or if the size or the time is invalid
+    :raises ValueError: if the size is no number
+    """
     size, _, duration = text.partition(":")
     if not duration:
         raise argparse.ArgumentTypeError(f'"{text}": must be a size and a time, such as 25MB:3.1ms')

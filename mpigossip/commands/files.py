@@ -205,7 +205,7 @@ def _checkpoint_of(path: Path) -> Path:
         return path
     newest, damaged = checkpoint.newest(path)
     if damaged or newest is None:
-        problem = f'"{path}" is neither a checkpoint nor a run directory with a complete one'
+        problem = f'"{path}" is neither a checkpoint nor a run with one: name another path'
         problem = (
             f"the newest complete checkpoint is {newest}: name that one" if newest else problem
         )
@@ -241,13 +241,13 @@ def _export_model(options) -> None:
     if options.place is not None:
         if options.node is not None or options.trust_model:
             raise StoreError(
-                "--place exports the model of a round, which has no nodes, without importing code: "
-                "omit --node and --trust-model"
+                "--place exports the model of one member, so that there is no node to choose, and "
+                "imports no code: omit --node and --trust-model"
             )
         folder = run_named(options.path)
         print_safe(export_round(folder, options.out, options.place, options.round, most))
         return
     if options.round is not None:
-        raise StoreError(f"--round {options.round}: name the place that trained it by --place")
+        raise StoreError(f"--round {options.round} needs --place P, the place that trained it")
     path = _checkpoint_of(options.path)
     print_safe(export(path, options.out, options.node, options.trust_model, most))

@@ -1,4 +1,4 @@
-"""`mpigossip graph`: show, compare, draw and search graphs."""
+"""Command `mpigossip graph`, which shows, compares and draws graphs, and searches for them."""
 
 from __future__ import annotations
 
@@ -157,7 +157,10 @@ def _facts(topology: Graph, parameters: int | None) -> dict[str, Any]:
 
 
 def _as_json(facts: Any) -> str:
-    """Return the JSON of a value, with null for infinity, which JSON does not have."""
+    """Return the JSON of a dict, or of a list of dicts.
+
+    A value that is infinite becomes null, because JSON has no infinity.
+    """
     if isinstance(facts, list):
         return f"[{', '.join(map(_as_json, facts))}]"
     inf = float("inf")

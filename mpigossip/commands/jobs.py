@@ -1,4 +1,4 @@
-"""`mpigossip job`: print a batch script. `mpigossip examples`: list and copy example jobs."""
+"""Commands `mpigossip job`, which prints a batch script, and `examples`, for example jobs."""
 
 from __future__ import annotations
 

@@ -96,6 +96,7 @@ def _devices(text: str) -> str:
 def _ranks(text: str) -> int | str:
     """Parse a value of node.ranks_per_node.
 
+    :param text: word of the command line
     :raises ValueError: if the text is neither "host" nor "auto" nor a whole number of at least 1
     """
     if text in ("host", "auto"):
@@ -310,7 +311,10 @@ def _plan(options) -> None:
 
 
 def _with_gpu(machine, what):
-    """Return the machine with the times of the job's own step on the GPU that it names."""
+    """Return the machine with the times of the job's own step on the GPU that the machine names.
+
+    It is returned unchanged if it names no GPU, or if the job averages over all nodes in each step.
+    """
     from mpigossip.analysis.plan import always_global
     from mpigossip.analysis.plan.gpu_costs import local_step, with_gpu
 
@@ -349,8 +353,9 @@ def _tables(options, what, machine, epochs, note) -> None:
 
 
 def _check_plan(options) -> None:
-    """Treat the job as a setting if it is none, and check which options are given together.
+    """Check which options are given together; a setting in place of the job becomes a setting.
 
+    :param options: parsed options of `plan`, whose ``job`` and ``settings`` may be changed
     :raises JobError: if options contradict each other, or if an option requires another that is
         missing
     """
@@ -372,8 +377,8 @@ def _check_plan(options) -> None:
         )
     if options.gpu is not None and (options.best or options.members):
         raise JobError(
-            "--gpu excludes --best and --members, whose algorithms were not all counted: omit it, "
-            "and pass --update and --node"
+            "--gpu excludes --best and --members, because it has no byte counts for some of their "
+            "algorithms: omit --gpu, and pass --update and --node"
         )
     if (options.members and options.json) or ((options.members or options.best) and options.out):
         raise JobError("--members excludes --json and --out, and --best excludes --out: omit them")
@@ -382,6 +387,9 @@ def _check_plan(options) -> None:
 def _given(options) -> dict[str, float | None]:
     """Return the properties of the machine that the options give or assume.
 
+    A property is None if it has to be measured or assumed otherwise.
+
+    :param options: parsed options of `plan`
     :raises JobError: if a value is unknown, or if an option requires another that is missing
     """
     from mpigossip.analysis.plan.gpu_costs import GPUS
@@ -407,7 +415,8 @@ def _given(options) -> dict[str, float | None]:
         )
     if options.queue is not None and (options.transport is None or options.bandwidth is None):
         raise JobError(
-            "--queue needs --transport and --bandwidth, which say how many bytes are in flight"
+            "--queue needs --transport and --bandwidth, which determine the bytes in flight: pass "
+            "both, or omit --queue"
         )
     latency_s = options.latency
     if latency_s is None and options.transport is not None:
@@ -438,7 +447,12 @@ def _given(options) -> dict[str, float | None]:
 def _subject(options, job):
     """Return the subject of the plan, which is a job or a model of a given size, and a note on it.
 
-    :raises JobError: if the options contradict each other
+    The note is "" if there is nothing to tell the user.
+
+    :param options: parsed options of `plan`
+    :param job: the job; with ``--parameters``, its model and data are ignored
+    :raises JobError: if the options contradict each other, or if the job has errors
+    :raises StoreError: if the data of the job can't be read
     """
     from mpigossip.config import JobError
     from mpigossip.training.costs import sized_subject, subject
@@ -446,7 +460,7 @@ def _subject(options, job):
     element_size = ELEMENT_SIZES[options.dtype or "fp32"]
     if options.parameters is None:
         if options.buffers:
-            raise JobError("--buffers describes a model of --parameters P: give P, too")
+            raise JobError("--buffers is the size of the buffers of --parameters: pass both")
         return subject(job, element_size)
     if options.job is not None:
         raise JobError(f"--parameters replaces the job: omit {options.job}")

@@ -132,9 +132,9 @@ def _simulate(options) -> int:
 
 
 def _job_of(folder: Path) -> dict:
-    """Return the job of the newest checkpoint, or {} if it can't be read.
+    """Return the job of the newest checkpoint, or {} if there is none or it can't be read.
 
-    All ranks report an unreadable checkpoint later.
+    All ranks report this later.
     """
     from mpigossip.config import JobError
     from mpigossip.config.reading import read
@@ -167,7 +167,11 @@ def _begin(job: Path | dict, settings: list[str], folder: Path | None = None) ->
 
 
 def _exit_code(summary: dict, world: World) -> int:
-    """Return the exit code of a run from its summary; collective, and equal on all ranks."""
+    """Return STOPPED if the run of any rank has stopped before its end, otherwise OK; collective.
+
+    :param summary: summary of the run; {}: there was nothing to do
+    :param world: all ranks
+    """
     return STOPPED if world.agree(int(bool(summary) and not summary["finished"])) else OK
 
 
@@ -333,6 +337,7 @@ def _replay(options) -> int:
 def _check_replay(options) -> None:
     """Check that no options of `replay` exclude each other.
 
+    :param options: parsed options
     :raises UserError: if two options exclude each other, or if an option requires another that is
         missing
     """
@@ -352,7 +357,7 @@ def _check_replay(options) -> None:
 
 
 def _forked(options) -> str:
-    """Run `replay --fork` or `replay --blame`; return the summary."""
+    """Run `replay --fork` or `replay --blame`; return the text to print."""
     from mpigossip.runs.members.fork import blame, fork
     from mpigossip.training import assemble
 
@@ -395,7 +400,10 @@ def _add_study(commands) -> None:
 
 
 def _study(options) -> None:
-    """Train the missing runs of a study, and write its tables and figures."""
+    """Train the missing runs of a study, print its results, and write its tables and plots.
+
+    With ``--dry-run`` or ``--partial``, only print; no run is trained.
+    """
     from mpigossip.studies import study
     from mpigossip.studies.grid import arguments
     from mpigossip.studies.running import Missing

@@ -36,7 +36,9 @@ LOCAL = "local.name"
 other algorithms have their own step."""
 
 Table = Mapping[str, "BuilderSpec | Callable"]
+"""Entry of each name that a setting may have."""
 Tables = Mapping[str, Table]
+"""Table of each setting that holds a name, by the setting, such as "graph.name"."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def spec_of(table: Table, name: Any) -> BuilderSpec | None:
 
 
 def options_of(table: Table, name: Any) -> Collection[str]:
-    """Return the names of the options of ``name``; none if ``name`` is not in the table."""
+    """Return the names of the options of ``name``; () if ``name`` is not in the table."""
     spec = spec_of(table, name)
     return keyword_only(spec.build)[0] if spec else ()
 
@@ -183,6 +185,7 @@ def check_options(
 def keyword_only(build: Callable) -> tuple[dict[str, tuple[Any, Any]], bool]:
     """Return the keyword-only parameters of ``build``, and whether it accepts any others (`**`).
 
+    :param build: builder
     :return: for each parameter, by name, its annotation and its default
         (`inspect.Parameter.empty` if it has none); and true if ``build`` has a parameter `**kwargs`
     """

@@ -30,7 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     section: {f.name: f.default for f in fields(cls) if f.name != "options"}
     for section, cls in SECTIONS.items()
 }
-"""Default of each setting, by section and key."""
+"""Default of each setting, by section and key; MISSING for `algorithm.average_state`."""
 NAMES: dict[str, str] = {
     section: next((path for path in FILES if path.startswith(f"{section}.")), f"{section}.name")
     for section, cls in SECTIONS.items()
@@ -40,7 +40,7 @@ NAMES: dict[str, str] = {
 
 
 def keys_of(sections: Sections, name: str) -> Mapping[str, Any]:
-    """Return the keys and values of a section; none if the section is missing or not a mapping."""
+    """Return the keys and values of a section; {} if the section is missing or not a mapping."""
     section = sections.get(name)
     return section if isinstance(section, Mapping) else {}
 
@@ -144,8 +144,8 @@ def _check_local(
     :param values: keys and values of the section
     :param names: names in effect, by path
     :param tables: for each setting that holds a name, the table of its names
-    :return: an error message for each problem; None if the algorithm has no own local step, so that
-        the section is checked like any other
+    :return: an error message for each problem; None if the section has to be checked like any
+        other, because the algorithm takes the local step, or because the algorithm is not known
     """
     local = names[LOCAL]
     algorithm = names["algorithm.name"]

@@ -37,7 +37,8 @@ class NonFiniteError(Failure, ArithmeticError):
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Error numbers of the operating system if a disk is full, over quota or broken."""
+"""Error numbers of the operating system if a disk is full, over quota or broken, or if a file is
+too large."""
 
 
 def output_error(error: OSError | None = None) -> str:
@@ -64,7 +65,7 @@ def output_error(error: OSError | None = None) -> str:
 
 
 class JobError(UserError):
-    """User error in a job, which reports all problems at once."""
+    """User error in a job or command, which can report several problems at once."""
 
     messages: tuple[str, ...]
     """Sentence or paragraph for each problem."""

@@ -12,6 +12,7 @@ from mpigossip.config.errors import JobError
 from mpigossip.config.toml import near
 
 FOLDERS = ("own", "loops", "loops/recipes", "templates", ".")
+"""Folders inside `jobs/` that :func:`copy` searches for the files of an example."""
 EXAMPLES = (
     "*.toml",
     "own/*.toml",
@@ -52,7 +53,11 @@ def find(inside: str) -> Path:
 
 
 def examples(patterns: Sequence[str] = EXAMPLES) -> dict[str, Path]:
-    """Return the paths of the example jobs, studies and programs, by name."""
+    """Return the paths of the example jobs, studies and programs, by name.
+
+    :param patterns: patterns of paths inside `jobs/`
+    :raises JobError: if the package was installed without examples
+    """
     top = find("digits.toml").parent
     return {path.stem: path for pattern in patterns for path in sorted(top.glob(pattern))}
 
@@ -71,7 +76,10 @@ def given(source: Path | str) -> Path:
 
 
 def summary(path: Path) -> str:
-    """Return the summary of an example: its first comment or docstring, up to a semicolon."""
+    """Return the summary of an example.
+
+    This is the first line of its first comment or docstring, up to a semicolon.
+    """
     lines = path.read_text("utf-8").splitlines()
     first = next(line.strip('#" .:') for line in lines if line.startswith(("# ", '"""')))
     return first.partition(";")[0]
@@ -82,8 +90,8 @@ def copy(name: str, folder: Path) -> list[Path]:
 
     :param name: name of the example
     :param folder: folder to copy to, which is created if necessary
-    :raises JobError: if there is no such example, if one of its files exists in the folder, or if
-        the folder or one of its parents is a file
+    :raises JobError: if there is no such example, if one of its own files exists in the folder, or
+        if the folder or one of its parents is a file
     """
     paths = examples()
     if name not in paths:

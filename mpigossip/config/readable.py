@@ -21,7 +21,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration as minutes and seconds, with hours if there are any: 0:07, 1:02:03."""
+    """Format a number of seconds, rounded, as 0:07 or, from one hour on, as 1:02:03."""
     minutes, seconds = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
@@ -51,9 +51,12 @@ OF_STDOUT = "of_standard_output"
 
 
 def print_safe(*texts: object, **options: Any) -> None:
-    """Print texts after :func:`printable`; the whole package prints only by this function.
+    """Print texts after :func:`printable`.
 
-    :raises OSError: with the attribute `OF_STDOUT`, if standard output cannot be written
+    :param texts: texts, which are separated as by `print`
+    :param options: keyword arguments of `print`
+    :raises OSError: if the file cannot be written; if it is standard output, the exception has the
+        attribute `OF_STDOUT`
     """
     try:
         print(*map(printable, texts), **options)

@@ -2,8 +2,8 @@
 
 `load` reads the sections of a job from a file, a string or a dict, applies overrides, keeps the
 valid values, adds all defaults that depend on names, and builds a `Job`. Each of these steps
-returns new sections together with the problems that it found. `dump` writes the complete job as
-TOML, so that `load(dump(job)) == job`.
+returns new sections together with the problems that it found. `dump` writes a job as TOML, from
+which `load` reads an equal job.
 """
 
 import tomllib
@@ -34,10 +34,12 @@ def load(
     """Read a job, apply overrides, and check all settings.
 
     If an override changes the name in a section, the options of the old name are dropped. If the
-    new name is an algorithm with its own local step, the section `[local]` is dropped, too.
+    new name is an algorithm with its own local step, the section `[local]` is dropped, too, unless
+    an override sets a key of it.
 
     :param source: path of a TOML file, name of an example, TOML text as a string of several lines,
-        or a dict of sections
+        or a dict of sections. Such a text may be a stored job of an earlier version, whose former
+        settings are removed or renamed
     :param overrides: strings "section.key=value"; a value is TOML or a bare word, and `none`
         unsets a setting that may be unset
     :param tables: for some settings that hold a name, the table of their names (see `choices`).
@@ -186,7 +188,7 @@ def as_dict(job: Job) -> dict[str, dict[str, Any]]:
 
 
 def dump(job: Job, sections: Collection[str] = tuple(SECTIONS)) -> str:
-    """Write a complete job as TOML, such that `load(dump(job)) == job`.
+    """Write a job as TOML, such that `load(dump(job)) == job` if all sections are written.
 
     :param job: job to write
     :param sections: names of the sections to write; default: all sections
@@ -206,6 +208,7 @@ def dump(job: Job, sections: Collection[str] = tuple(SECTIONS)) -> str:
 
 
 def _keys(section: str) -> set[str]:
+    """Return the names of the fields of a section's dataclass, which may include "options"."""
     return {f.name for f in fields(SECTIONS[section])}
 
 

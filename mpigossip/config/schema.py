@@ -1,8 +1,8 @@
 """JSON Schema of job files, by which editors complete and check settings during typing.
 
 The schema is derived from the sections and from the tables of names. It checks types, choices and
-numeric limits. Some conditions need the whole job, or depend on the machine: only the commands
-check those.
+most limits. Some conditions need the whole job, or depend on the machine: only the commands check
+those.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def job_schema(tables: Tables) -> dict[str, Any]:
 def section_schema(section: str, tables: Tables) -> dict[str, Any]:
     """Return the schema of one section, with the options of all names of this section.
 
-    A section that names user code may have any options. In other sections, each name allows its own
-    options only.
+    A section that names user code may have any options. Otherwise, each name of the table allows
+    its own options only, and a missing or other name allows the options of all names.
 
     :param section: name of the section
     :param tables: for each setting that holds a name, the table of its names

@@ -40,7 +40,8 @@ class RunSection:
     name: Name = "run"
     """Name of the run, which replaces `{name}` in `output`."""
     seed: Seed = 0
-    """Seed of the initial parameters, the sample order, random graphs and random rounding."""
+    """Seed of the random numbers of the run, such as the initial parameters, the partition and the
+    order of samples, random graphs and random rounding."""
     epochs: Count = 10
     """Number of passes over the training samples."""
     steps: Count | None = None
@@ -76,7 +77,7 @@ class TaskSection:
     """Name of the task: `"classification"`, `"language-model"`, or a custom task as
     `"package.module:factory"`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword-only arguments of the task's factory."""
+    """Options of the task, which are keyword arguments of its factory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +142,7 @@ class Model:
     name: Text = "mlp"
     """Name of a built-in model, or a custom model as `"package.module:factory"`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword-only arguments of the model's factory."""
+    """Options of the model, which are keyword arguments of its factory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +179,7 @@ class AlgorithmSection:
 
     @property
     def blends(self) -> bool:
-        """True if `blend` or `blend_end` is set, so that x moves only partly to the average."""
+        """True if `blend` or `blend_end` is set."""
         return self.blend is not None or self.blend_end is not None
 
 
@@ -231,11 +232,12 @@ class Schedule:
     name: Literal["constant", "milestones", "cosine"] = "milestones"
     """Course of the learning rate after the warm-up."""
     lr: AboveZero = 0.1
-    """Learning rate for `reference_batch` samples per step."""
+    """Learning rate: with `scale = "linear"`, for `reference_batch` samples per step; otherwise,
+    for any number of samples."""
     scale: Literal["linear", "none"] = "linear"
     """Scaling of the learning rate. linear: the full rate is lr × (samples per step of all nodes) /
     reference_batch; none: the full rate is lr, which is the default with an adaptive local step
-    (adamw, accumadam, muon)."""
+    (adamw, accumadam, muon) and with theory tasks."""
     reference_batch: Positive = 256
     """Number of samples per step to which `lr` refers."""
     warmup_epochs: NotNegative = 0.0
@@ -281,7 +283,7 @@ class NodeSection:
     """Time limit, in seconds, of each wait for a neighbour. A slot that is later than the other
     slots of its node by 0.8 times this limit ends the run, too."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Arithmetic of forward and backward; auto: bf16 if the device supports it, otherwise fp32."""
+    """Arithmetic of forward and backward; auto: bf16 on GPUs that support it, otherwise fp32."""
     wire: Text = "fp32"
     """Format of messages between nodes. "fp32" is exact; "bf16", "qsgd" and "fp4" are lossy;
     "sign", "top-k", "top-k-int2", "random-k" and "shared-k" omit most of the values or bits."""
@@ -305,7 +307,8 @@ class NodeSection:
     compile: bool = False
     """True if the model is compiled with torch.compile."""
     cuda_graphs: Literal["auto", "always", "never"] = "auto"
-    """Replay of the step as a CUDA graph; auto: on NVIDIA GPUs, if it can be captured."""
+    """Replay of the forward and backward passes as a CUDA graph; auto: on NVIDIA GPUs, if they can
+    be captured."""
     channels_last: Literal["auto", "always", "never"] = "auto"
     """Use of the memory format channels_last for the weights of convolutions. On GPUs, cuDNN then
     picks algorithms by trying them, so that the last bits of two runs may differ. auto: on NVIDIA

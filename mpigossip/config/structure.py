@@ -1,9 +1,10 @@
 """Conversion of plain values, such as a TOML file contains, to the types of annotations.
 
 `structure` knows bool, int, float, str, Any, Literal, tuples, dictionaries, unions, dataclasses and
-`Annotated` types with a `Limit`. It is strict: it changes no type, except an integer to a float and
-a list to a tuple, and a dataclass accepts no unknown keys. One JobError reports all problems of a
-dataclass, each with the path of its setting, and with the default if there is one.
+`Annotated` types with a `Limit`. It is strict: it changes no type, except an integer to a float, a
+list to a tuple, and the text "none" to None in a union with None. A dataclass accepts no unknown
+keys. One JobError reports all problems of a dataclass, each with the path of its setting, and with
+the default if there is one.
 """
 
 from __future__ import annotations
@@ -55,8 +56,12 @@ def structure(value: Any, kind: Any, path: str = "", default: object = None) -> 
 def _convert(value: Any, kind: Any, path: str) -> Any:
     """Convert ``value`` to ``kind``.
 
-    :raises BadValue: if the value, or an item of it, has the wrong type
-    :raises JobError: if the value is a dataclass with problems
+    :param value: value as :func:`structure` takes it
+    :param kind: type, as in an annotation
+    :param path: setting that has the value, for messages about a dataclass; "": a whole job
+    :raises BadValue: if the value, or an item of it, has the wrong type or violates a limit
+    :raises JobError: if ``kind`` is a dataclass whose settings have problems
+    :raises TypeError: if this module does not know the type
     """
     origin = typing.get_origin(kind) or kind
     if kind is Any:

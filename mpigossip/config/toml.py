@@ -1,6 +1,6 @@
 """Reading of plain TOML values, writing of TOML, and error messages about keys and values.
 
-The rest of `config` is built on this module, which knows neither types nor the sections of a job.
+This module depends neither on the types nor on the sections of a job.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _bare(word: str) -> str:
 
 
 def plain(value: Any, depth: int = 16) -> Any:
-    """Return ``value`` with its lists converted to tuples.
+    """Return ``value`` with lists converted to tuples, and keys of mappings to strings.
 
     :param value: number, string or None, or a list or mapping of them
     :param depth: number of levels of nested lists and mappings from which on the value is rejected
@@ -140,6 +140,7 @@ def parse_value(text: str) -> Any:
 def parse_override(text: str) -> tuple[str, str, Any]:
     """Split an override "section.key=value" into section, key and parsed value.
 
+    :param text: override; its value is TOML, or otherwise a text without quotes
     :raises JobError: if the override does not have this form
     """
     match = re.fullmatch(r"\s*([\w-]+)\.([\w-]+)\s*=(.*)", text, re.DOTALL)
@@ -151,9 +152,10 @@ def parse_override(text: str) -> tuple[str, str, Any]:
 
 
 def write(value: Any) -> str:
-    """Write ``value`` as TOML; None becomes the string "none", which is read as None.
+    """Write ``value`` as TOML; None becomes the string "none", which `structure` reads as None.
 
-    :raises BadValue: if the value has a type that TOML lacks
+    :param value: None, boolean, number or string, or a list, tuple or mapping of such values
+    :raises BadValue: if the value, or an item of it, has another type
     """
     if value is None:
         return '"none"'
@@ -168,7 +170,7 @@ def write(value: Any) -> str:
     if isinstance(value, Mapping):
         items = (f"{write_key(key)} = {write(item)}" for key, item in value.items())
         return "{ " + ", ".join(items) + " }" if value else "{}"
-    raise BadValue(value, f"a {type(value).__name__} cannot be written as TOML")
+    raise BadValue(value, f"a {type(value).__name__} isn't TOML; write numbers, text or lists")
 
 
 def write_key(key: str) -> str:

@@ -1,4 +1,4 @@
-"""User code: models, algorithms, data and hooks that a job names as "package.module:factory"."""
+"""User code that a job names as "package.module:factory", such as a model, data or a hook."""
 
 import importlib
 import inspect
@@ -29,7 +29,7 @@ def import_object(setting: str, name: str, form: str) -> Callable:
     :param setting: setting that holds the name, for error messages
     :param name: "package.module:factory"
     :param form: arguments and return value of the callable, for error messages
-    :raises JobError: if the module cannot be imported, lacks the name, or the object is not
+    :raises JobError: if the module cannot be imported or lacks the name, or if the object is not
         callable
     :raises PermissionError: if this user may not read a file of the module
     """
@@ -61,6 +61,7 @@ def import_object(setting: str, name: str, form: str) -> Callable:
 def parameters(make: Callable) -> tuple[set[str], set[str]]:
     """Return the names of the parameters of ``make`` that can be passed by name.
 
+    :param make: function or class
     :return: names of all these parameters, and names of the parameters among them without a
         default; if the signature is not known, the first set is empty and the second is {"?"}
     """
@@ -104,8 +105,8 @@ def build_checked(
     :param make: function that calls the factory
     :param arguments: positional arguments of ``make``
     :param options: keyword arguments of ``make``
-    :raises JobError: if the factory raises an exception, or returns an object of another type; a
-        UserError of the factory is raised unchanged
+    :raises JobError: if the factory raises an exception, or returns an object of another type
+    :raises UserError: unchanged, if the factory raises it
     """
     try:
         result = make(*arguments, **options)
@@ -125,9 +126,10 @@ def build_checked(
 
 
 def describe_exception(error: BaseException) -> str:
-    """Return the type of an exception, the innermost line of user code, and up to 300 characters.
+    """Return the type of an exception, its innermost line of user code, and its message, in a line.
 
-    The characters are the beginning of the exception's message, in one line.
+    Without user code in the traceback, there is no line number. At most 300 characters of the
+    message are included.
     """
     frame = user_frame(error)
     where = f" at {frame.filename}:{frame.lineno}" if frame else ""

@@ -66,7 +66,7 @@ class JobData(ABC):
     classes: int
     """Number of classes; for text, number of tokens of the vocabulary."""
     shape: tuple[int, ...]
-    """Shape of one sample as an input of the model: (C, H, W), or (T,) for T tokens."""
+    """Shape of one sample as an input of the model, such as (C, H, W), or (T,) for T tokens."""
     dtype: torch.dtype | None
     """Type of the inputs: float32, or int64 for tokens; None: it is not known."""
     train_labels: np.ndarray
@@ -102,7 +102,9 @@ class JobData(ABC):
     def load(self, request: Request) -> Nested:
         """Load the batch of a request into host memory, in the form that is sent between processes.
 
-        :raises SampleError: if a dataset raises an exception when it is asked for one sample
+        :param request: the request
+        :raises SampleError: if a dataset raises an exception when it is asked for one sample. Other
+            exceptions are raised unchanged, for example if a dataset loads a whole batch
         """
 
     def transform(self, batch: Nested) -> Nested:
@@ -115,7 +117,7 @@ class JobData(ABC):
 
     @abstractmethod
     def content_digest(self) -> bytes:
-        """Return a digest of a few samples of each split, by which ranks compare their data."""
+        """Return a digest by which ranks compare their data, usually of a few samples per split."""
 
     def close(self) -> None:  # noqa: B027 (data without files have nothing to close)
         """Close all files; a second call has no effect."""

@@ -75,7 +75,7 @@ class Datasets(JobData):
         if not self.streams_test and len(set(test_sizes)) > 1:
             raise data_error(
                 self.name,
-                f'the "test" of the nodes have {test_sizes} samples; all need the same number',
+                f'the "test" of the nodes have {test_sizes} samples; return sets of equal size',
             )
         batch = self.sample("train")
         # A stream is not read again later, because it may not begin at the same sample. Its values
@@ -160,8 +160,8 @@ class Datasets(JobData):
     def content_digest(self) -> bytes:
         """Return a digest of a few samples, by which ranks compare their data.
 
-        For a stream, it depends only on the types and shapes in the first sample. If each node has
-        its own stream, it is b"".
+        If the training samples are a stream, it depends only on the types and shapes in the first
+        sample. If each node has its own stream, it is b"".
         """
         if self.streams:
             return self._stream_digest
@@ -178,11 +178,12 @@ class Datasets(JobData):
 COMPARED = 8
 """Largest number of samples of each split that ranks compare."""
 ROUNDING = 1e-2
-"""Largest difference between floating-point numbers of two ranks, relative to their norm."""
+"""Largest difference between projections, or norms, of the arrays of two ranks, relative to the
+larger norm."""
 
 
 def compared_indices(count: int) -> np.ndarray:
-    """Return the indices of the samples that ranks compare, spread evenly over all ``count``."""
+    """Return the indices of at most `COMPARED` samples, spread evenly over all ``count``."""
     return np.unique(np.linspace(0, count - 1, min(COMPARED, count)).astype(np.int64))
 
 
@@ -275,6 +276,8 @@ def _project(values: np.ndarray) -> tuple[float, float]:
 def _item(dataset: Dataset, index: int) -> Any:
     """Return one sample of a dataset.
 
+    :param dataset: the dataset
+    :param index: index of the sample
     :raises SampleError: if the dataset raises an exception
     """
     try:

@@ -44,9 +44,10 @@ def moves(samples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def crop_flip(images: np.ndarray, moved: np.ndarray) -> np.ndarray:
-    """Pad images by 4 black pixels, crop them to their former size, and mirror half of them.
+    """Pad images by 4 black pixels, crop them to their former size, and mirror some of them.
 
-    This is the protocol for CIFAR of He et al., "Deep residual learning" (CVPR 2016), section 4.2.
+    ``moved`` determines the crops, and which images are mirrored. This is the protocol for CIFAR of
+    He et al., "Deep residual learning" (CVPR 2016), section 4.2.
 
     :param images: (B, C, H, W) uint8, overwritten
     :param moved: (3, B), the columns of the result of `moves` for these images
@@ -63,16 +64,18 @@ def crop_flip(images: np.ndarray, moved: np.ndarray) -> np.ndarray:
 def random_box(width: int, height: int, index: int, seed: int, epoch: int) -> tuple[Box, bool]:
     """Draw the crop of "resized-crop", and whether the crop is mirrored.
 
-    The area of the crop is uniformly distributed between 8 % and 100 % of the image, and its aspect
-    ratio log-uniformly between 3/4 and 4/3. If ten draws do not fit into the image, the crop is the
-    largest centred box whose ratio lies within these limits (Szegedy et al., "Going deeper with
-    convolutions", CVPR 2015; in the form of Goyal et al., 2017).
+    The area of the crop is drawn uniformly from 8 % to 100 % of the image, and its aspect ratio
+    log-uniformly from 3/4 to 4/3. A crop that does not fit into the image is drawn again. If ten
+    draws do not fit into the image, the crop is the largest centred box whose ratio lies within
+    these limits (Szegedy et al., "Going deeper with convolutions", CVPR 2015; in the form of Goyal
+    et al., 2017).
 
     :param width: width of the image in pixels
     :param height: height of the image in pixels
     :param index: index of the sample
     :param seed: random seed
     :param epoch: number of the epoch
+    :return: the crop, and whether it is mirrored
     """
     low = 3 / 4
     high = 4 / 3
@@ -117,20 +120,30 @@ class Recipe(NamedTuple):
     """Parameters of `Images`; it is small, so that it can be sent to another process."""
 
     path: str
+    """Path of the packed images."""
     augment: str
+    """Value of `data.augment`."""
     image_size: int | None
+    """Value of `data.image_size`."""
     cache: str
+    """Value of `data.cache`."""
 
 
 class Images:
     """Decoded batches of a data set of kind "images" or "arrays".
 
     If images are cached, each image is decoded when it is first requested, and kept in memory. For
-    "resized-crop", it is kept in its stored size, otherwise in the size of the batch. Neither the
-    cache nor the order of calls changes a batch. Several threads may call the methods.
+    "resized-crop", a training image is kept in its stored size; all others are kept in the size of
+    the batch. Neither the cache nor the order of calls changes a batch.
     """
 
     def __init__(self, recipe: Recipe) -> None:
+        """Open the file, and prepare the cache.
+
+        :param recipe: the parameters
+        :raises JobError: if the size of the images in a batch is not known
+        :raises StoreError: if the file is not a packed data set
+        """
         self.recipe = recipe
         self.data: Dataset = open_dataset(recipe.path)
         self.random = recipe.augment == "resized-crop"
@@ -153,6 +166,7 @@ class Images:
         :param split: "train" or "test"
         :param indices: numbers of the samples
         :param key: (seed, epoch), used only for split "train"
+        :raises OSError: if an image can't be decoded
         """
         if split == "train" and self.random:
             out = np.empty((len(indices), *self.shape), np.uint8)
@@ -179,7 +193,7 @@ class Images:
         return self._drawn[1]
 
     def _prepare_cache(self) -> None:
-        """Allocate memory for decoded images; if the data set contains arrays, read all of them."""
+        """Allocate the cache, if there is one; if the data set has kind "arrays", read them."""
         if self.data.kind == "arrays":
             self._arrays = {name: self.data.split(name).array() for name in SPLITS}
             self.data.close()
@@ -221,6 +235,8 @@ class Images:
     def _image(self, split: str, index: int) -> Image.Image:
         """Decode one image, as grey or RGB like the rest of the data set.
 
+        :param split: "train" or "test"
+        :param index: number of the sample
         :raises OSError: if the image can't be decoded, or has another size than the data set states
         """
         if split in self._arrays:

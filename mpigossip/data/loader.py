@@ -1,9 +1,9 @@
 """Loader of batches for every slot at every step, on the devices of the slots.
 
-A batch follows from the number of the step alone. Its samples come from the order of a node, random
-augmentations follow from (seed, epoch, sample), and random numbers that a Dataset draws follow from
-(seed, step, node, slot). Batches are therefore identical after a resume. A stream is read again
-from its beginning to the step at which the run resumes.
+In a run, a batch follows from the number of the step alone. Its samples come from the order of a
+node, random augmentations follow from (seed, epoch, sample), and random numbers that a Dataset
+draws follow from (seed, step, node, slot). Batches are therefore identical after a resume. A stream
+is read again from its beginning to the step at which the run resumes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GPU slot."""
 
 
 class DataError(Failure):
-    """Error of a data set, or of a loading process, in the middle of a run."""
+    """Error of a data set, or of a loading process, during a run."""
 
 
 class _Copy(NamedTuple):
@@ -59,7 +59,7 @@ class DeviceCopier:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start_copy(self, batch: Nested, transform: Callable[[Nested], Any]) -> _Copy:
-        """Start to copy a batch to the device, and to transform it there; on a GPU, return at once.
+        """Start to copy a batch to the device, and to transform it there; don't wait for a GPU.
 
         :param batch: batch in host memory
         :param transform: function that converts the copied batch to the batch for the model
@@ -139,7 +139,9 @@ class Loader(contextlib.AbstractContextManager):
         The samples of a node are split over its slots in order. Steps may be requested in any
         order. For GPUs, the batches of the next step are copied while the current step is computed.
 
+        :param step: number of the step
         :raises DataError: if the data set failed, or a loading process died or hangs
+        :raises JobError: if loading processes can't be started
         """
         if self._joins:
             return self._joined_step(step)
@@ -156,11 +158,13 @@ class Loader(contextlib.AbstractContextManager):
     def share(self, node: int, n: int) -> Iterator[Any]:
         """Yield the test samples ``node``, ``node + n``, … in batches, on the first device.
 
-        If each node has its own test stream, yield all samples of the stream of ``node``.
+        If each node has its own test stream, yield the samples of the stream of ``node``, at most
+        `data.test_samples`.
 
         :param node: index of a node; of a local node, if nodes have different data
         :param n: number of nodes among which the test samples are divided
         :raises DataError: if the data set failed, or a loading process died or hangs
+        :raises JobError: if loading processes can't be started
         """
         row = next((row for row, order in enumerate(self.orders) if order.node == node), 0)
         if self.data.streams_test:
@@ -173,7 +177,10 @@ class Loader(contextlib.AbstractContextManager):
             )
 
     def note(self, step: int) -> list[str]:
-        """Return messages for the user about the data of a run that continues at a step."""
+        """Return messages for the user about the data of a run that continues at a step.
+
+        The result is [] unless the training samples are a stream, and the step is not 0.
+        """
         if not self.data.streams or not step:
             return []
         count = step * self.orders[0].batch
@@ -275,7 +282,7 @@ class Loader(contextlib.AbstractContextManager):
         return options
 
     def _next_batch(self, batches: Iterator[Nested], what: str) -> Nested:
-        """Return the next batch, or `Refused` at the end.
+        """Return the next batch, or the class `Refused` at the end.
 
         :param batches: iterator over batches
         :param what: purpose of the batch for error messages, such as "step 3"

@@ -26,13 +26,13 @@ def partition(
     * "shuffled": random order, split into n parts;
     * "sorted": sorted by label, with samples of a label in the given order, split into n parts;
     * "mixed": sorted by label; then the first shuffled_percent % of this order are shuffled, and
-      the whole is split into n parts (De Sa and Lu, DeTAG). 100 is the same as "shuffled", and 0 as
-      "sorted";
+      the whole is split into n parts (De Sa and Lu, DeTAG). 100 shuffles all samples, and 0 is the
+      same as "sorted";
     * "dirichlet": each class is distributed over nodes in proportions from Dirichlet(alpha) (Hsu,
       Qi, Brown 2019). A full node takes no more samples, and the remaining samples of a class go to
-      the other nodes in their proportions, so all nodes have the same number of samples. The
-      classes are distributed in random order. With a small alpha, each node has few classes; with a
-      large alpha, all nodes have similar classes.
+      the other nodes in their proportions, so that no node gets too many samples. The classes are
+      distributed in random order. With a small alpha, each node has few classes; with a large
+      alpha, all nodes have similar classes.
 
     :param labels: label of each sample
     :param n: number of nodes
@@ -102,7 +102,7 @@ class Order:
     The samples of a step follow from the number of the step, so that a resumed run continues with
     the right samples although checkpoints do not contain the order. An epoch has the same number of
     steps on every node. Samples of a node that are left over at the end of an epoch are not used in
-    this epoch; each epoch leaves other samples over.
+    this epoch; which samples these are depends on the epoch.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Order:
         return step // self.steps_per_epoch
 
     def batch_indices(self, step: int) -> np.ndarray:
-        """Return the indices of the samples of a step: (slots × accumulate × batch,) int64."""
+        """Return the indices of the samples of the node in a step, (``batch``,) int64."""
         epoch, position = divmod(step, self.steps_per_epoch)
         draw_together([self], epoch)
         return self.latest[1][position * self.batch : (position + 1) * self.batch]
@@ -137,8 +137,11 @@ class Order:
 def draw_together(orders: Sequence[Order], epoch: int) -> None:
     """Draw the permutations of several nodes for an epoch, and store them in the orders.
 
-    One draw for all nodes takes as long as a draw for one node. An order that has the permutation
+    One draw for all nodes is faster than a draw for each of them. An order that has the permutation
     of this epoch already is not changed.
+
+    :param orders: orders with the same seed
+    :param epoch: number of the epoch
     """
     if outdated := [order for order in orders if order.latest[0] != epoch]:
         lengths = [len(order.part) for order in outdated]
@@ -168,7 +171,8 @@ def make_orders(
     :param seed: random seed
     :param n: number of nodes
     :param per_step: samples of a node per step
-    :raises JobError: if there are too few samples for a step
+    :raises JobError: if there are too few samples for a step of all nodes, or if the data lack the
+        labels that the partition needs
     """
     if data.streams:
         steps = data.train_size // n // per_step

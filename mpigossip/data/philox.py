@@ -1,4 +1,4 @@
-"""Counter-based random numbers: each number is a pure function of a seed and of its purpose.
+"""Counter-based random numbers, which are pure functions of a seed, a purpose and counters.
 
 This is Philox4x32-10 of Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3"
 (SC 2011), over arrays of counters. NumPy has this generator only as a stream: creating one object
@@ -16,6 +16,8 @@ MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 WEYL = (0x9E3779B9, 0xBB67AE85)
 LOW = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
+"""Constants of Philox4x32 (MULTIPLIERS, WEYL), and mask (LOW) and length in bits (HALF) of a word.
+"""
 
 ORDER, CROP, NOISE, SPLIT = range(4)
 """Purposes of draws, which make two uses of one seed independent."""
@@ -59,9 +61,13 @@ def words(
 
 
 def permutation(length: int, seed: int, purpose: int, epoch: int = 0, block: int = 0) -> np.ndarray:
-    """Return a random permutation of 0 … length − 1 (int64): the order that sorts random words.
+    """Return a random permutation of 0 … length − 1 (int64): the order that sorts random numbers.
 
-    The other parameters are the same as for :func:`words`.
+    :param length: number of elements
+    :param seed: random seed
+    :param purpose: one of the purposes of this module
+    :param epoch: number of the epoch
+    :param block: number that distinguishes several draws, such as the index of a node
     """
     return permutations([length], seed, purpose, epoch, [block])[0]
 

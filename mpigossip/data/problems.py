@@ -1,10 +1,11 @@
 """Theory problems with a known optimum, in which each node has its own function f_i.
 
-The objective is f = (1/n) Σ f_i. Nodes differ by ζ: mean_i ‖∇f_i(x*)‖² = ζ² exactly, where x* is
-the optimum of f. A training sample is a whole f_i, so a gradient is exact except for the noise that
-the task adds. A test sample is f itself, once for each node. Its loss is relative to the minimum,
-so an evaluation returns f(x) − f(x*). Everything follows from n and the options, including
-``draw``; the seed of a run affects only the noise.
+The objective is f = (1/n) Σ f_i, and x* its optimum. Nodes differ by ζ. For quadratics and logistic
+regressions, mean_i ‖∇f_i(x*)‖² = ζ²; for factorizations, mean_i ‖A_i − A‖² = ζ². A training sample
+is a whole f_i, so a gradient is exact except for the noise that the task adds. A test sample is f
+itself, once for each node. Its loss is relative to the minimum, so an evaluation returns f(x) −
+f(x*). The functions follow from n and the options, including ``draw``, and not from the seed of a
+run.
 """
 
 import math
@@ -38,7 +39,7 @@ class Problem:
     """Smoothness L: the largest curvature of f (not of each f_i); for a factorization, at its
     optimum."""
     heterogeneity: float
-    """Heterogeneity ζ."""
+    """Heterogeneity ζ of more than one node."""
     steps: int
     """Number of steps per epoch."""
 
@@ -52,7 +53,7 @@ class Problem:
 
 
 class Functions(TensorDataset):
-    """Data set whose samples are functions; ``targets`` are their nodes, for the partition."""
+    """Data set whose samples are functions; for training, ``targets`` are their nodes."""
 
     targets: np.ndarray
 
@@ -103,8 +104,8 @@ def quadratics(
     :param dimension: number of elements of x
     :param heterogeneity: ζ
     :param condition: ratio of the largest and the smallest curvature
-    :param bend: standard deviation of log a_ik between nodes; with 0, all nodes have the same a,
-        and x̄ evolves as in parallel SGD
+    :param bend: standard deviation of log a_ik between nodes, before the curvatures are scaled to
+        their mean; with 0, all nodes have the same a, and x̄ evolves as in parallel SGD
     :param arrangement: "random": differences between nodes are drawn at random; "smooth": they are
         proportional to cos(2π i/n) at node i
     :param draw: random seed of the problem

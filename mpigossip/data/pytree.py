@@ -53,6 +53,8 @@ def parts(batch: Nested, count: int) -> list[Nested]:
 
     Each part gets all tensors that have no dimension.
 
+    :param batch: the batch; with ``count`` = 1, it is the only part, whatever it contains
+    :param count: number of parts
     :raises CutError: if the tensors do not all have one row per sample, or can't be split equally
     """
     if count == 1:

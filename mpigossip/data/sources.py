@@ -249,9 +249,9 @@ class SyntheticSource(Source):
 class TextSource(Source):
     """Packed text in windows of tokens x: inputs x[0 … T − 1] and targets x[1 … T], both int64.
 
-    T is ``context``. Successive windows share one token. They extend over the ends of documents
-    or, if ``windows`` is "apart", each lies within one document, whose last tokens may be left out.
-    For partitions, the label of a window is the index of the document in which it begins.
+    T is ``context``. Adjacent windows share one token. They extend over the ends of documents or,
+    if ``windows`` is "apart", each lies within one document, whose last tokens may be left out. For
+    partitions, the label of a window is the index of the document in which it begins.
     """
 
     dtype = torch.int64
@@ -265,6 +265,7 @@ class TextSource(Source):
         :param windows: "joined" or "apart", as `data.windows` of a job
         :param every: stride over the training windows, as `data.every` of a job; 1: all of them
         :raises JobError: if the text of a split is shorter than one window
+        :raises StoreError: if the file is not a packed text
         """
         self.shape = (context,)
         self.name = path
@@ -321,6 +322,10 @@ def _short(name: str, path: str, ends: np.ndarray, context: int, windows: str) -
     """Return the error message for a text that is shorter than one window.
 
     :param name: name of its split, "train" or "test"
+    :param path: path of the packed text
+    :param ends: offset of each document in tokens, followed by the number of all tokens
+    :param context: number of tokens of a sample
+    :param windows: "joined" or "apart", as `data.windows` of a job
     """
     content = f"has {ends[-1]} tokens"
     remedy = ""
@@ -336,7 +341,11 @@ def _short(name: str, path: str, ends: np.ndarray, context: int, windows: str) -
 def _user_data(data: config.Data, seed: int, rows: Sequence[int], n: int) -> JobData:
     """Call the custom function of `data.source` for the local nodes ``rows``; return its data.
 
-    :raises JobError: if the function does not return data
+    :param data: section `[data]` of a job
+    :param seed: seed of the function's random numbers
+    :param rows: indices of the local nodes
+    :param n: number of all nodes
+    :raises JobError: if the function can't be imported, fails, or does not return data
     """
     form = "(seed, **options) that returns torch Datasets or a Source"
     samples = call(import_object("data.source", data.source, form), data, seed, rows, n)
@@ -354,6 +363,8 @@ def _synthetic(data: config.Data, seed: int) -> Source:
 def _check_no_images(data: config.Data, need: str) -> None:
     """Check that no augmentation is set, because the data are not images.
 
+    :param data: section `[data]` of a job
+    :param need: subject and verb of the remedy, which the required setting follows
     :raises JobError: if `data.augment` is not "none"
     """
     if data.augment != "none":
@@ -369,9 +380,9 @@ SOURCES: dict[str, Callable[..., Any]] = {
     "logistic": logistic,
     "factorization": factorization,
 }
-"""Built-in sources by name.
+"""Functions of the built-in sources, by name.
 
-They are called like custom functions, and may also return a `Problem`.
+They are called like custom functions, and return a `Source` or a `Problem`.
 """
 
 
@@ -382,7 +393,8 @@ def source(data: config.Data, seed: int, rows: Sequence[int] = (0,), n: int = 1)
     :param seed: seed of synthetic samples and of random numbers of custom datasets
     :param rows: indices of the local nodes, for custom functions with a parameter `node`
     :param n: number of all nodes
-    :raises JobError: if settings contradict each other, or if there is no such source
+    :raises JobError: if settings contradict each other, if there is no such source, or if a custom
+        function fails; a UserError, Failure or MemoryError of such a function is raised unchanged
     :raises StoreError: if a file is not a complete packed dataset
     """
     if data.source in SOURCES:
@@ -397,8 +409,9 @@ def source(data: config.Data, seed: int, rows: Sequence[int] = (0,), n: int = 1)
         return _user_data(data, seed, rows, n)
     names = ", ".join(f'"{name}"' for name in SOURCES)
     raise JobError(
-        f'data.source = "{data.source}" is neither {names} nor a file on this host; make one '
-        "with: mpigossip data pack FOLDER OUT.h5"
+        f'data.source = "{data.source}" is neither {names}, nor a file on this host, nor custom '
+        'code "package.module:function": correct it, or make a file with: mpigossip data pack '
+        "FOLDER OUT.h5"
     )
 
 
@@ -413,6 +426,7 @@ def check_alike(name: str, data: JobData, world: "World", partition: str = "") -
     :param world: world of all ranks
     :param partition: digest of the partition; "" if there is none
     :raises JobError: on all ranks, if the data of two ranks differ
+    :raises UserError: on all ranks, if a sample can't be read on some rank
     """
     local_sizes = data.train_size, data.test_size
     sizes = world.gather(local_sizes)
@@ -461,9 +475,12 @@ def _check_contents(name: str, data: JobData, world: "World") -> None:
 
 
 def _content(name: str, data: JobData) -> bytes:
-    """Return the digest of a few samples.
+    """Return `JobData.content_digest` of the data.
 
-    :raises JobError: if custom code raises an exception
+    :param name: value of `data.source`, for the message
+    :param data: data of this rank
+    :raises JobError: if this raises an exception; a UserError, Failure or MemoryError is raised
+        unchanged
     """
     try:
         return data.content_digest()
@@ -479,6 +496,7 @@ def _check_equal(
 ) -> None:
     """Check that all ranks have equal values; collective.
 
+    :param world: world of all ranks
     :param value: value of this rank
     :param text: message with three placeholders: a rank, its host, and the host of rank 0
     :param same: function that returns whether two values count as equal
@@ -494,7 +512,10 @@ def _check_equal(
 def _packed(path: Path, data: config.Data) -> Source:
     """Open a packed data set of images or text.
 
+    :param path: path of the file
+    :param data: section `[data]` of a job
     :raises JobError: if settings of section `[data]` are incompatible with it
+    :raises StoreError: if the file is not a complete packed dataset
     """
     with open_dataset(path) as opened:
         kind = opened.kind
@@ -505,7 +526,7 @@ def _packed(path: Path, data: config.Data) -> Source:
     if data.tokenizer not in (None, text.tokenizer.name):
         raise JobError(
             f'data.tokenizer = "{data.tokenizer}": the tokens of {path} belong to tokenizer '
-            f'"{text.tokenizer.name}" and stand for other text; use the packed text that the '
+            f'"{text.tokenizer.name}" and mean other text; use the packed text that the '
             "model was trained on, or leave data.tokenizer out to train a new model"
         )
     return text

@@ -26,7 +26,7 @@ LAUNCHER = ("PMI", "OMPI_", "PRTE_", "SLURM_", "PALS_", "HYDRA_", "HYDI_", "MPI_
 
 
 class Refused(NamedTuple):
-    """Error message that a loading process sends in place of a batch, instead of an exception."""
+    """Error message that takes the place of a batch, in this or in a loading process."""
 
     text: str
 
@@ -81,7 +81,11 @@ class Requested(SentToWorker, Dataset):
 
 
 class Stream(SentToWorker, IterableDataset):
-    """Torch IterableDataset of batches of streams: for each step and each node, one per slot."""
+    """Torch IterableDataset of batches of streams, without an end.
+
+    For each step and each local node, it yields one batch per local slot. If a stream raises an
+    exception, it yields `Refused`, and ends.
+    """
 
     def __init__(
         self,
@@ -91,9 +95,9 @@ class Stream(SentToWorker, IterableDataset):
         local_slots: Sequence[int],
         step: int,
     ):
-        """Prepare the streams.
+        """Store the streams.
 
-        Samples of other slots, and of steps before the first one, are read and skipped.
+        Samples of other slots, and of steps before the first one, are read and skipped later.
 
         :param data: the data sets
         :param shares: part of the stream for each local node
@@ -142,8 +146,9 @@ class Stream(SentToWorker, IterableDataset):
 def read_test_stream(data: Datasets, node: int, row: int, n: int) -> Iterator[Nested]:
     """Read the test stream in this process, one batch at a time.
 
-    If all nodes read one stream, the node takes every n-th sample of it; otherwise it takes all
-    samples of its own stream.
+    If all nodes read one stream, the node takes every n-th of its first ``data.test_size`` samples;
+    otherwise, it takes the first ``data.test_size`` samples of its own stream. After an exception,
+    `Refused` is yielded, and nothing more.
 
     :param data: the data sets
     :param node: number of the node
@@ -175,6 +180,9 @@ def _endless(stream: IterableDataset, first: int, stride: int) -> Iterator[Any]:
 
     If the stream has a method `set_epoch`, each pass calls it first, with the number of the pass.
 
+    :param stream: the stream
+    :param first: number of the first sample of each pass, from 0
+    :param stride: distance between samples
     :raises ValueError: if the stream can't be read twice, or if a pass yields no sample
     """
     for number in itertools.count():
@@ -200,9 +208,10 @@ def _endless(stream: IterableDataset, first: int, stride: int) -> Iterator[Any]:
 def start_loading(loader: DataLoader, name: str) -> Iterator[Nested]:
     """Start the processes of a loader, and return its iterator.
 
-    :param loader: the loader
+    :param loader: the loader; without processes, its exceptions are raised unchanged
     :param name: name of the data, for messages
-    :raises JobError: if the data can't be sent to the processes
+    :raises JobError: if the processes can't be started, mostly because the data can't be sent to
+        them
     """
     try:
         with _no_program(), warnings.catch_warnings():

@@ -52,6 +52,7 @@ def lenet(shape: Shape, classes: int) -> nn.Module:
 
     :param shape: shape of a sample, (C, H, W)
     :param classes: number of classes
+    :raises JobError: if samples are no images, or too small
     """
     channels, height, width = image_shape(shape, "lenet", 4)
     padding = 0 if min(height, width) >= 32 else 2
@@ -125,8 +126,9 @@ def model(
 ) -> nn.Module:
     """Return a model for samples of this shape, with parameters initialized from a seed.
 
-    The state of the global random number generator is not changed. The model is tested on a sample
-    of zeros (for tokens, of copies of the last token), and must return a score for each class.
+    The state of the CPU's global random number generator is not changed. The model is tested on a
+    sample of zeros (for tokens, of copies of the last token), and must return a score for each
+    class.
 
     :param name: name in BUILDERS, or "package.module:factory". A factory gets the options; if it
         has parameters `shape` and `classes`, or cannot be called without these values, it gets
@@ -139,6 +141,7 @@ def model(
     :param options: options of the model, as in section `[model]`
     :raises JobError: if the model cannot be imported, built or applied to a sample; or, before
         memory is allocated, if its parameters do not fit into the memory of this host
+    :raises UserError: unchanged, if the builder raises it
     """
     described = _described(name, shape, options)
     memory = host_memory()
@@ -169,12 +172,18 @@ def counted(
 ) -> nn.Module:
     """Return a model whose parameters are to be counted, but not used.
 
-    The parameters of this function are the same as of `model`. A large model is built on torch's
-    meta device, so that it takes no memory, and is not tested on a sample. If custom code cannot
-    run on this device, the function calls `model`.
+    A large model is built on torch's meta device, so that it takes no memory, and is not tested on
+    a sample. A small model, and custom code that cannot run on this device, are built by `model`.
 
-    :raises JobError: if `model` would raise it, or if the model has more parameters than fit into
-        the memory of any host
+    :param name: name in BUILDERS, or "package.module:factory"
+    :param shape: shape of a sample, without the batch dimension
+    :param classes: number of classes, or of tokens
+    :param seed: seed of the initialization
+    :param dtype: type of the samples; None: do not test the model
+    :param options: options of the model
+    :raises JobError: if the model cannot be built or, if it is small, applied to a sample; or if a
+        built-in model exceeds `MAX_PARAMETERS` or `MAX_TENSORS`
+    :raises UserError: unchanged, if the builder raises it
     """
     built_in = name in BUILDERS
     parameters, tensors = (MAX_PARAMETERS, MAX_TENSORS) if built_in else (math.inf, math.inf)
@@ -203,7 +212,12 @@ def _build_on_meta(name: str, shape: Shape, classes: int, options: Mapping[str, 
 def _build(name: str, shape: Shape, classes: int, options: Mapping[str, Any]) -> nn.Module:
     """Build a model by calling the builder of its name.
 
-    :raises JobError: if the builder fails, or does not return a module
+    :param name: value of `model.name`
+    :param shape: shape of a sample, without the batch dimension
+    :param classes: number of classes, or of tokens
+    :param options: options of the model
+    :raises JobError: if the builder is unknown or fails, or does not return a module
+    :raises UserError: unchanged, if the builder raises it
     """
     builder = _factory(name)
     try:
@@ -275,7 +289,11 @@ def scores(outputs: Any) -> Tensor:
 
 
 def _factory(name: str) -> Callable[..., nn.Module]:
-    """Return the built-in builder, or import the custom builder, that `model.name` names."""
+    """Return the built-in builder, or import the custom builder, that `model.name` names.
+
+    :param name: value of `model.name`
+    :raises JobError: if the name is unknown, or the custom builder can't be imported
+    """
     if name in BUILDERS:
         return BUILDERS[name]
     if is_user_code(name):

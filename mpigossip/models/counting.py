@@ -15,7 +15,7 @@ from mpigossip.config import JobError
 from mpigossip.config.readable import format_bytes
 
 MAX_TENSORS = 1 << 13
-"""Largest number of parameter tensors of a built-in model; the model "gpt" has 12 per layer."""
+"""Largest number of parameter tensors of a built-in model; "gpt" has up to 12 per layer."""
 MAX_PARAMETERS = 10**12
 """Largest number of parameters of a built-in model."""
 TRIED_PARAMETERS = 1 << 25
@@ -57,13 +57,15 @@ def on_meta() -> Iterator[None]:
 
 @contextlib.contextmanager
 def limited(described: str, parameters: float, tensors: float, remedy: str) -> Iterator[None]:
-    """Return a context manager that limits the parameters of modules that this thread creates.
+    """Return a context manager that limits the parameters that this thread gives to modules.
+
+    A parameter of two modules counts twice. The parameters of lazy modules do not count.
 
     :param described: description of the model, with the settings that determine its size
     :param parameters: largest number of elements of all parameters together
     :param tensors: largest number of parameter tensors
     :param remedy: remedy in the message
-    :raises JobError: as soon as a module exceeds a limit
+    :raises JobError: as soon as all these parameters together exceed a limit
     """
     thread = threading.get_ident()
     elements = 0

@@ -14,6 +14,7 @@ from mpigossip.config.limits import Positive
 BASE = 10_000.0
 """Base of the angles of rotary positions, whose longest wavelength is about 2π · BASE tokens."""
 NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+"""Class of the norm layers, by the value of the option ``norm``."""
 
 Turn = tuple[Tensor, Tensor]
 """Cosines and sines, (T, D/2) each, of the angles by which queries and keys are rotated."""
@@ -74,8 +75,8 @@ class GPT(nn.Module):
     """Language model, which maps tokens (B, T) int64 to scores (B, T, classes).
 
     Input and output use the same embedding matrix. The parameters are the parameters of
-    :func:`gpt`, except that ``context`` is the largest number T of tokens in a sample, and
-    ``rotary`` states whether positions are rotary.
+    :func:`gpt`, except that ``rotary`` states whether positions are rotary, and ``context`` is the
+    number of learned positions, which limits T.
     """
 
     def __init__(

@@ -53,8 +53,8 @@ class Basic(nn.Module):
 class Bottleneck(nn.Module):
     """Block of 1x1, 3x3 and 1x1 convolutions, of which the 3x3 convolution has the stride.
 
-    The output has 4 · inner channels. The scale of the last norm starts at 0, so that each block
-    starts as the identity (Goyal et al., 2017, section 5.1).
+    The output has 4 · inner channels. The scale of the last norm starts at 0, so that the output of
+    each block starts as its shortcut (Goyal et al., 2017, section 5.1).
     """
 
     def __init__(self, wide: int, inner: int, stride: int) -> None:
@@ -81,21 +81,27 @@ class Bottleneck(nn.Module):
 
 
 def resnet20(shape: Shape, classes: int, *, width: Positive = 16) -> nn.Module:
-    """Return ResNet-20 for small images; with 10 classes, it has 0.27 million parameters.
+    """Return ResNet-20 for small images.
+
+    With 3 channels, 10 classes and the default width, it has 0.27 million parameters.
 
     :param shape: shape of a sample, (C, H, W)
     :param classes: number of classes
     :param width: number of channels of the first stage
+    :raises JobError: if samples are no images of at least 4x4 pixels
     """
     return _small("resnet20", shape, classes, 3, width)
 
 
 def resnet56(shape: Shape, classes: int, *, width: Positive = 16) -> nn.Module:
-    """Return ResNet-56 for small images; with 10 classes, it has 0.86 million parameters.
+    """Return ResNet-56 for small images.
+
+    With 3 channels, 10 classes and the default width, it has 0.86 million parameters.
 
     :param shape: shape of a sample, (C, H, W)
     :param classes: number of classes
     :param width: number of channels of the first stage
+    :raises JobError: if samples are no images of at least 4x4 pixels
     """
     return _small("resnet56", shape, classes, 9, width)
 
@@ -103,12 +109,13 @@ def resnet56(shape: Shape, classes: int, *, width: Positive = 16) -> nn.Module:
 def resnet50(shape: Shape, classes: int, *, width: Positive = 64) -> nn.Module:
     """Return ResNet-50 for images of the size of ImageNet.
 
-    With 1,000 classes, it has 25.6 million parameters. If a block has a stride, its 3x3 convolution
-    applies it.
+    With 3 channels, 1,000 classes and the default width, it has 25.6 million parameters. If a block
+    has a stride, its 3x3 convolution applies it.
 
     :param shape: shape of a sample, (C, H, W)
     :param classes: number of classes
     :param width: number of channels after the first convolution
+    :raises JobError: if samples are no images of at least 32x32 pixels
     """
     channels, _, _ = image_shape(shape, "resnet50", 32)
     layers: list[nn.Module] = [
@@ -129,7 +136,7 @@ def resnet50(shape: Shape, classes: int, *, width: Positive = 64) -> nn.Module:
 def _small(name: str, shape: Shape, classes: int, blocks: int, width: int) -> nn.Module:
     """Return a network with three stages of blocks, at full, half and quarter resolution.
 
-    It is the network for CIFAR in section 4.2 of the paper.
+    With the width 16, it is the network for CIFAR in section 4.2 of the paper.
 
     :param name: name of the model, for messages
     :param shape: shape of a sample, (C, H, W)

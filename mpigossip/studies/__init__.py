@@ -33,10 +33,11 @@ class Study(Results):
     ) -> Figure:
         """Plot the mean of a metric over seeds, with a band for its confidence interval.
 
-        A curve has a value for each evaluation; runs that diverged are left out. The band is the
-        95 % confidence interval of the mean over seeds. The band of an accuracy is clipped to
-        [0, 1]. If the mean of another metric is positive but its band would reach 0, the lower end
-        of the band is replaced by mean² / upper end.
+        A curve has a value for each evaluation. Runs whose loss became NaN or infinite are left
+        out. The band is the 95 % confidence interval of the mean over seeds. The band of an
+        accuracy is clipped to [0, 1]. If the mean of another metric is positive but its band would
+        reach 0 at some evaluation, the lower end of the whole band is replaced by mean² / upper
+        end.
 
         :param y: name of a metric, "loss" or "consensus_distance"; None: the metric ``judge`` of
             the study
@@ -53,6 +54,7 @@ class Study(Results):
         :return: figure, which a notebook displays
         :raises JobError: if ``x`` is not valid, if the logs do not have such a metric or no virtual
             time, or if ``theory`` does not apply
+        :raises StoreError: if the file can't be written
         """
         from mpigossip.store.hdf5 import replacing
         from mpigossip.studies.drawing import curves, style_of
@@ -69,10 +71,12 @@ class Study(Results):
     def write(self) -> list[str]:
         """Write the tables and figures of the study to its folder, and return their names.
 
-        The files are table.csv, table.tex and, for each metric, METRIC.png for a screen and
-        METRIC.pdf for a column of a paper. METRIC-by-MB shows the metric by which points are
-        compared (without a curve of it, the first metric with a curve) against the megabytes that
-        a node sent.
+        The files are table.csv, table.tex and, for each metric with a curve, METRIC.png for a
+        screen and METRIC.pdf for a column of a paper. METRIC-by-MB shows the metric by which points
+        are compared (without a curve of it, the first metric with a curve) against the megabytes
+        that a node sent.
+
+        :raises StoreError: if a file can't be written
         """
         from mpigossip.store.hdf5 import replacing
         from mpigossip.studies.drawing import COLUMN
@@ -92,7 +96,7 @@ class Study(Results):
         return names
 
     def _compared_curve(self) -> list[str]:
-        """Return the metric that `METRIC-by-MB` shows; [] if no metric has a curve."""
+        """Return the metric that `METRIC-by-MB` shows, in a list; [] if no metric has a curve."""
         return [self.judge] if self.judge in self.curves else self.curves[:1]
 
     def transient(
@@ -111,8 +115,8 @@ class Study(Results):
             of the nodes' own models
         :param within: largest ratio of the curve to the reference from this step on
         :return: a row for each point that is not a reference
-        :raises JobError: if there is no reference for some number of nodes, or if it was evaluated
-            at other steps
+        :raises JobError: if there is no reference for some number of nodes, if it was evaluated at
+            other steps, or if the evaluations do not have the metric ``y``
         """
         from mpigossip.studies.theory import transients
 
@@ -163,13 +167,15 @@ def study(
     :param larger: whether larger values of ``judge`` are better; None: true for accuracies, and
         false for other metrics
     :param output: folder of all logs; None: runs/study-JOB
-    :param processes: number of simultaneous runs; None: one for each core; 0: no run is started
+    :param processes: number of simultaneous runs; None: one for each core that this process may
+        use; 0: no run is started
     :param skip: whether to leave out points whose settings cannot be combined; if false, such
         points raise JobError
     :param partial: whether to return the results of the complete runs without starting others. The
         result lacks points and seeds without a complete run; the table has a note on each point
         of which some seeds are not complete
-    :raises JobError: if the grid or another argument is not valid
+    :raises JobError: if the grid or another argument is not valid, or if another study runs in the
+        same folder
     :raises Failure: if a run ends with an error; if a run is missing and ``processes`` is 0; or if,
         with ``partial``, no run or not every run of a search of rates is complete
     """

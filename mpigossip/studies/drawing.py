@@ -29,6 +29,7 @@ MARKERS = "os^DvPX"
 MAX_CURVES = 10
 """Largest number of curves in a panel."""
 AXES = {"step": "step", "epoch": "epoch", "bytes": "MB sent per node", "time": "virtual seconds"}
+"""Label of each horizontal axis, by the values of the parameter ``x`` of `Study.plot`."""
 LABELS = {
     "loss": "test loss",
     "accuracy": "test accuracy",
@@ -64,8 +65,8 @@ PAPER = {
 SCREEN = {"axes.titlesize": 11, "legend.fontsize": 9, "lines.linewidth": 1.8, "lines.markersize": 5}
 """Settings of matplotlib for a figure on a screen."""
 INK = 0.6
-"""Sum of the opacities of the bands in a panel. The opacity of a band is at most a quarter of it.
-"""
+"""Largest sum of the opacities of the bands in a panel; the opacity of each is at most a quarter of
+it."""
 
 
 def style(k: int) -> dict[str, Any]:

@@ -62,8 +62,8 @@ def cells_of(
     :param common: settings of all points
     :param skip: whether to leave out points whose settings cannot be combined
     :return: points of the study; and the reason why each other point is left out, by its name
-    :raises JobError: if the grid is not valid, or if the settings of a point (with ``skip``, of all
-        points) cannot be combined; the message lists these points
+    :raises JobError: if the grid or a setting is not valid, or if the settings of a point (with
+        ``skip``, of all points) cannot be combined; the message then lists these points
     """
     if not nodes or min(nodes) < 1:
         raise JobError(f"nodes = {list(nodes)}: must be whole numbers of at least 1")

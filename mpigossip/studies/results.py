@@ -30,13 +30,13 @@ class Results:
 
     The attribute `rows` has a dict for each point, with its labels and these entries:
 
-    * "nodes", "seeds" (number of seeds) and, if the study chose learning rates, "lr";
+    * "nodes", "seeds" (number of complete runs) and, if the study has learning rates, "lr";
     * "diverged", the number of runs whose loss became NaN or infinite, and "late", the number of
       runs that ended, but whose training loss rose again by over half of its decrease;
-    * for each metric, NAME (the mean over the runs that did not diverge), NAME_std (standard
-      deviation with ddof 1), NAME_low and NAME_high (95 % confidence interval of the mean, by
-      Student's t). The metrics are the metrics of the task, "loss", and "MB", the megabytes sent by
-      a node.
+    * for each metric, NAME (the mean over the complete runs whose loss stayed finite), NAME_std
+      (standard deviation with ddof 1), NAME_low and NAME_high (95 % confidence interval of the
+      mean, by Student's t). The metrics are ``judge``, the metrics of the task, "loss", and "MB",
+      the megabytes sent by a node.
 
     `tried` contains the learning rates that a search tried, `left_out` the reason why a point was
     left out, by its name, and `folder` is the folder of the logs.
@@ -60,7 +60,7 @@ class Results:
         :param rates: chosen learning rate of each point; None: the rate of the job
         :param seeds: seeds of the runs
         :param results: results of the runs
-        :param judge: metric by which points are compared; None: the first metric of the task
+        :param judge: metric by which points are compared; None: see `search.figure_of`
         :param tried: learning rates that a search tried
         :param left_out: reason why a point was left out, by the name of the point
         :param folder: folder of the logs
@@ -86,7 +86,7 @@ class Results:
         return [self._results[cell, self.rates[cell], seed] for seed in self.seeds]
 
     def ended(self, cell: Cell) -> list[RunResult]:
-        """Return the runs of a point that are complete and did not diverge."""
+        """Return the complete runs of a point whose loss stayed finite."""
         return [run for run in self.runs(cell) if run.log is not None]
 
     @property
@@ -124,11 +124,14 @@ class Results:
     # -- comparison ------------------------------------------------------------------------------
 
     def best(self) -> dict[str, Any]:
-        """Return the row with the best mean of ``judge`` among rows with fewest diverged runs."""
+        """Return the row with the best mean of ``judge`` among rows with fewest diverged runs.
+
+        Runs that diverged late count as diverged.
+        """
         return self.rows[self._order()[0]]
 
     def _order(self) -> list[int]:
-        """Return the indices of the rows, best first: by diverged runs, then by ``judge``."""
+        """Return the indices of the rows, best first: by runs that diverged, then by ``judge``."""
         sign = -1 if larger_is_better(self.judge, self.larger) else 1
 
         def sort_key(k: int):
@@ -141,7 +144,7 @@ class Results:
         """Return the rows that do not differ significantly from the best row.
 
         Rows with the same number of diverged runs as the best row are compared with it by Dunnett's
-        test at a level of 5 %. Only seeds for which no run diverged are used.
+        test at a level of 5 %. Only seeds for which all of these values are finite are used.
         """
         best, *others = self._order()
         near = [k for k in sorted(others) if _lost(self.rows[k]) == _lost(self.rows[best])]
@@ -158,7 +161,8 @@ class Results:
         It is positive if the first point is better.
 
         Runs are paired by seed, because they share the initial parameters and the order of the
-        samples. Seeds for which one of the runs diverged are left out.
+        samples. Seeds for which the loss of a run became NaN or infinite, or for which a run is
+        missing, are left out.
 
         :param first: first point
         :param second: second point
@@ -211,9 +215,10 @@ class Results:
         return tables.latex(heads, rows, left, [*self._comments(), bold])
 
     def note(self, cell: Cell) -> str:
-        """Return the table's note on the diverged runs of a point; "" if there are none.
+        """Return the table's note on a point; "" if there is none.
 
-        The note also says if no learning rate of a search converged.
+        It states the numbers of diverged and missing runs, and that no learning rate of a search
+        converged.
         """
         notes = tables.lost(self.rows[self.cells.index(cell)])
         complete = sum(not run.missing for run in self.runs(cell))
@@ -337,7 +342,7 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
     """Return the entries of a row for a metric: mean, standard deviation, and ends of its interval.
 
     :param name: name of the metric, with which each key begins
-    :param values: value of each run that did not diverge
+    :param values: value of each run
     """
     mean, half = map(float, interval(values))
     std = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan

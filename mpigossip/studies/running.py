@@ -138,7 +138,10 @@ class RunResult:
     def so_far(self, name: str) -> np.ndarray:
         """Return the value of a cumulative column of the log before each evaluation.
 
-        Values are averaged over nodes.
+        Values are averaged over nodes. Before the first step, the value is 0.
+
+        :param name: name of the column
+        :raises KeyError: if the log does not have this column
         """
         total = self.log.steps[name].mean(1)
         index = np.searchsorted(self.log.steps["step"], self.log.evaluations["step"]) - 1
@@ -184,8 +187,10 @@ class Runner:
         """Simulate the missing runs, and read the results of all runs.
 
         :param wanted: keys of the runs
-        :raises Failure: if a run fails; it is raised after all other runs have ended
+        :raises Failure: if a run fails, after all other runs have ended
         :raises Missing: if runs are missing and ``processes`` is 0
+        :raises JobError: if another study fills the same folder
+        :raises OSError: if the disk of a failed run is full
         """
         results = {key: self._find_result(key) for key in wanted}
         missing = [key for key, result in results.items() if result is None]
@@ -273,7 +278,9 @@ class Runner:
     def _do(self, keys: Sequence[Key]) -> list[str]:
         """Run a process for each key, at most ``processes`` at a time; return all error messages.
 
-        If this function is interrupted, all processes are stopped.
+        If this function raises an error or is interrupted, all processes are stopped.
+
+        :raises OSError: if the disk of a failed run is full
         """
         waiting = list(keys)[::-1]
         running = dict[Key, tuple[subprocess.Popen, float]]()
@@ -348,7 +355,10 @@ class Runner:
         return []
 
     def _stop(self, processes: Sequence[subprocess.Popen]) -> None:
-        """Stop the processes of all runs; each writes a checkpoint, so that its run can resume."""
+        """Stop the processes of all runs; each can write a checkpoint, to resume its run later.
+
+        Processes that have not ended after `LEAVE_S` seconds are killed.
+        """
         for process in processes:
             process.terminate()
         until = time.monotonic() + LEAVE_S

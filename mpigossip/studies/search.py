@@ -27,7 +27,8 @@ class Trial:
     rate: float
     """Learning rate."""
     judged: float
-    """Final value of the metric by which rates are compared; NaN if the run diverged."""
+    """Final value of the metric by which rates are compared; NaN if the loss became NaN or
+    infinite."""
     late: bool = False
     """True if the training loss rose again by over half of its decrease."""
     cell: Cell | None = None
@@ -52,7 +53,7 @@ def chosen(
 
     :param cells: points of the grid
     :param rates: rates to try, "search" or "fine"; None: the rate of the job is used
-    :param judge: metric by which rates are compared; None: the first metric of the task
+    :param judge: metric by which rates are compared; None: see :func:`figure_of`
     :param runner: runner of the study
     :param larger: whether larger values of ``judge`` are better; None: true for accuracies, and
         false for other metrics
@@ -94,8 +95,9 @@ def chosen(
 def figure_of(results: Iterable[RunResult], judge: str | None) -> str:
     """Return the metric by which points are compared.
 
-    It is ``judge``. If ``judge`` is None, it is the first metric of the task, or "loss" for a
-    custom task, because it is not known whether larger values of a custom metric are better.
+    It is ``judge``. If ``judge`` is None, it is the first metric of the task for which it is known
+    whether larger or smaller values are better. Without such a metric, or without a log, it is
+    "loss".
 
     :param results: results of the runs
     :param judge: the requested metric; None: choose it
@@ -112,10 +114,7 @@ def figure_of(results: Iterable[RunResult], judge: str | None) -> str:
 
 
 def _directed(name: str) -> bool:
-    """Return whether it is known for a metric whether larger or smaller values are better.
-
-    It is not known for metrics of custom tasks.
-    """
+    """Return whether it is known for a metric, by its name, if larger or smaller is better."""
     return "accuracy" in name or name in {"gradient_square", "distance_square"}
 
 
@@ -148,7 +147,7 @@ def best_rate(tried: Sequence[Trial], larger: bool) -> float:
 def further_rates(best: float, candidates: Sequence[float]) -> list[float]:
     """Return half the best rate if it is the smallest one, and twice if it is the largest.
 
-    The result is empty if the best rate is neither.
+    The result is [] if the best rate is neither.
 
     :param best: the best rate
     :param candidates: all rates that were tried
@@ -157,7 +156,11 @@ def further_rates(best: float, candidates: Sequence[float]) -> list[float]:
 
 
 def _between(best: float, candidates: Sequence[float]) -> list[float]:
-    """Return the geometric means of the best rate and its neighbours in the ascending rates."""
+    """Return the geometric means of the best rate and its neighbours, with three digits.
+
+    :param best: the best rate
+    :param candidates: all rates that were tried, in ascending order
+    """
     index = candidates.index(best)
     neighbours = [*candidates[max(0, index - 1) : index], *candidates[index + 1 : index + 2]]
     return [float(f"{math.sqrt(best * rate):.3g}") for rate in neighbours]

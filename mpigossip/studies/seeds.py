@@ -63,8 +63,8 @@ def confidence_band(metric: str, values: Any) -> Band:
     """Return the band of a metric.
 
     Intervals by Student's t are not bounded. The interval of an accuracy is therefore clipped to
-    [0, 1]. If the interval of a positive metric would reach 0, its lower end is replaced by mean² /
-    upper end.
+    [0, 1]. If the interval of another metric, whose means are positive, would reach 0 at some
+    evaluation, its lower end is replaced by mean² / upper end at all evaluations.
 
     :param metric: name of the metric
     :param values: array of shape (seeds, evaluations)
@@ -128,6 +128,7 @@ def alike(logs: Sequence[Log]) -> list[list[int]]:
     A log without valid settings, or with the seed of another log in the group, is a group of its
     own.
 
+    :param logs: logs of runs
     :return: indices of the logs of each group
     """
     groups: dict[Any, list[int]] = {}
@@ -150,8 +151,10 @@ def alike(logs: Sequence[Log]) -> list[list[int]]:
 def joined(logs: Sequence[Log]) -> tuple[Log, Bands]:
     """Join the logs of one group of :func:`alike`, of runs that differ only in their seeds.
 
-    :return: a log with the nodes of all seeds as columns, and means over seeds as evaluations and
-        summary; and the band of each metric that does not have a value for each node
+    :param logs: the logs, at least one
+    :return: a log with the nodes of all seeds as columns, and the band of each metric that does not
+        have a value for each node. The evaluations of these metrics, and the numbers in the
+        summary, are means over seeds
     """
     first = logs[0]
     steps = {"step": first.steps["step"]}
@@ -191,6 +194,7 @@ def parted(logs: Sequence[Log]) -> dict[str, list[int]]:
     If several settings give such groups, the setting with the fewest groups is used. If no setting
     does, the logs are divided in their order.
 
+    :param logs: logs of runs
     :return: indices of the logs of each group, by its title; {"": all indices} if there are at most
         `CURVES` logs
     """
@@ -216,7 +220,7 @@ def differences(logs: Sequence[Log]) -> list[str]:
 
     A name consists of the values of settings that are names, such as "graph.name". If these names
     are not unique, "key=value" is added for the other settings. A name is cut to `NAME_LENGTH`
-    characters.
+    characters, and may then equal another one.
     """
     settings_of, keys = _different_settings(logs)
     names, others = ([k for k in keys if k.endswith(".name") is named] for named in (True, False))

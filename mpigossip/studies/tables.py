@@ -23,6 +23,7 @@ GREEK = dict(zip("αβγδεζηθικλμνξπρστφχψωΓΔΘΛΞΠΣΦΨ
 SPECIAL = {"\\": "textbackslash{}", "~": "textasciitilde{}", "^": "textasciicircum{}"} | {
     c: c for c in "_%&#${}"
 }
+"""LaTeX commands, without their backslash, for characters that LaTeX interprets."""
 
 
 class Row(NamedTuple):
@@ -47,7 +48,8 @@ def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     """Return the cells of a metric, with its means ± half the width of their intervals.
 
     All means have the same number of decimals. It is chosen so that the median half width has two
-    significant digits or, if there are no intervals, so that the smallest mean has four.
+    significant digits or, if there are no intervals, so that the smallest mean has four. If that
+    mean is below 0.01, the cells are formatted one by one. A mean that is not known becomes "--".
     """
     halves = [row[f"{name}_high"] - row[name] for row in rows]
     # If the values of all seeds are equal, rounding can still give an interval.

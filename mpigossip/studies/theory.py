@@ -17,6 +17,7 @@ from mpigossip.training import assemble
 from mpigossip.training.parts import make_graph
 
 Figures = Sequence[float] | np.ndarray
+"""Sequence of numbers."""
 
 
 def meeting(steps: Figures, curve: Figures, reference: Figures, within: float = 2.0) -> float:
@@ -36,8 +37,10 @@ def meeting(steps: Figures, curve: Figures, reference: Figures, within: float = 
 def transients(study: Results, against: str, y: str, within: float) -> list[dict[str, Any]]:
     """Return the rows of `Study.transient`, one for each point that is not a reference.
 
-    The parameters after ``study`` are the parameters of `Study.transient`.
-
+    :param study: results of the study
+    :param against: label of the reference
+    :param y: metric for which smaller values are better
+    :param within: largest ratio of the curve to the reference
     :raises JobError: as `Study.transient`
     """
     references = [cell for cell in study.cells if against in dict(cell.labels).values()]
@@ -96,7 +99,7 @@ def _orders(study: Results, cell: Cell) -> dict[str, float]:
 def _known(log: Log) -> tuple[Graph, Problem | None, float]:
     """Return the graph of a run, its theory problem, and the standard deviation of its noise.
 
-    The problem is None if its constants are not known.
+    The problem is None, and the noise 0, if the run is not of a theory task.
     """
     job = assemble.load(log.job)
     graph = make_graph(job, log.nodes)

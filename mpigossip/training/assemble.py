@@ -91,11 +91,13 @@ def tables_of_names() -> Tables:
 def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool = True) -> Job:
     """Read a job, and check its names and options against the tables of all subpackages.
 
-    :param where: path of a TOML file, or its contents as a dict
+    :param where: path of a TOML file, name of an example, TOML text of several lines, or sections
+        as a dict
     :param overrides: settings "section.key=value" that replace settings of the file
     :param resolve: replace "auto" of `node.devices` and `node.ranks_per_node` by the values for
         this host and its launcher
-    :raises JobError: if the job has errors; the message has one paragraph for each error
+    :raises JobError: if the job has errors, with one paragraph for each of them; or if ``resolve``
+        is true, and the GPUs of this host can't be used
     """
     job = config.load(where, overrides, tables_of_names())
     if not resolve:
@@ -105,7 +107,7 @@ def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool 
 
 
 def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
-    """Return the graph, renumbered so that nodes of one rack exchange most with each other.
+    """Return the graph, renumbered so that few messages cross between racks.
 
     The graph is returned unchanged if `graph.placement` is "given", or without MPI. Collective over
     all ranks.
@@ -135,13 +137,14 @@ def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
 def make_model(job: Job, data: JobData, counted: bool = False) -> torch.nn.Module:
     """Return the model with its initial parameters, which are identical on all nodes.
 
-    If the task is built-in and the type of the inputs is known, the shape of the output is known,
-    too, and the type is passed to the model.
+    With a task of this package, the model is tested on a sample, unless the data do not state the
+    type of their inputs. With a custom task, the model may return anything, and is not tested.
 
     :param job: the job
     :param data: source of the data, which states the shape of a sample and the number of classes
     :param counted: whether only the number and shapes of the parameters are needed; a large model
-        is then made without values
+        is then made without values, and not tested
+    :raises JobError: if the model can't be built, fails the test, or does not fit into the memory
     """
     make = models.counted if counted else models.model
     return make(
@@ -160,21 +163,25 @@ def lay_out(job: Job, module: nn.Module, slots: int) -> ParameterLayout:
     :param job: the job
     :param module: the model, on any device
     :param slots: number of slots per node; with `node.shard`, each of them has one shard
+    :raises JobError: if the model has no trained parameter, or one that is not float32
     """
     decayed = None if job.algorithm.decay_all else models.decayed(module)
     return flatten(module, slots if job.node.shard else 1, decayed)
 
 
 def mistakes(job: Job, n: int) -> list[str]:
-    """Return error messages about all settings of a job that are wrong on n nodes."""
+    """Return error messages about settings of a job that are wrong on n nodes.
+
+    Settings that only the world of the run can contradict are not checked.
+    """
     return check(job, n)[1]
 
 
 def check(job: Job, n: int) -> tuple[Graph | None, list[str]]:
     """Return the graph of a job on n nodes, and the error messages of :func:`mistakes`.
 
-    The graph is None if it can't be made. The ability to survive a rank failure is checked only if
-    there are no other problems on n nodes.
+    The graph is None if it can't be made, or if a setting of `[faults]` is impossible. The ability
+    to survive a rank failure is checked only if the graph and the parts of the job fit together.
     """
     graph, problems = _unfit(job, n)
     if not problems:
@@ -212,8 +219,9 @@ def _unfit(job: Job, n: int) -> tuple[Graph | None, list[str]]:
 def resolve_cuda_graphs(setting: str, eager: bool) -> str:
     """Return the value of `node.cuda_graphs` for this job: "always", "never" or "auto".
 
-    On AMD GPUs, "auto" becomes "never": with ROCm 7.0 to 7.2, a capture becomes invalid if another
-    thread, such as NCCL's watchdog, queries an event meanwhile (not tested here).
+    If the replicas can't be captured, the value is "never". On AMD GPUs, "auto" becomes "never":
+    with ROCm 7.0 to 7.2, a capture becomes invalid if another thread, such as NCCL's watchdog,
+    queries an event meanwhile (not tested here).
 
     :param setting: value of `node.cuda_graphs`
     :param eager: whether the replicas can't be captured: on CPUs, or with vmap
@@ -231,9 +239,9 @@ def make_replicas(
     group: Group,
     objective: Objective,
 ) -> Replicas:
-    """Return the copies of the model, which are compiled or captured if the job demands it.
+    """Return the copies of the model, compiled if `node.compile` is set.
 
-    CUDA graphs are captured later, by the first step.
+    CUDA graphs are captured later, by the first step that uses them.
 
     :param job: the job
     :param module: the model with its initial parameters
@@ -283,12 +291,13 @@ def _compile(module: nn.Module) -> None:
 
 
 def assemble(job: Job, world: World, n: int) -> Assembly:
-    """Build everything that a run on n nodes needs; collective if nodes are MPI ranks.
+    """Build the parts of a run on n nodes; collective if nodes are MPI ranks.
 
     :param job: the job
     :param world: ranks of the run
     :param n: number of nodes
-    :raises JobError: on all ranks, if any rank finds problems with the job
+    :raises UserError: on all ranks, if the job has errors (JobError, GraphError), or if the data
+        can't be read (StoreError)
     """
     shape.check_alike(job, world)
     with world.raise_together(UserError):

@@ -2,9 +2,8 @@
 
 If a process trains eight replicas, one after another, Python launches kernels too slowly. A
 captured replica needs a single launch. All memory that a captured graph uses has to stay in place:
-gradients lie in flat arrays, and inputs are copied to fixed buffers, which is possible because all
-batches of a run have the same size. The learning rate, the exchange and the update are not
-captured.
+gradients lie in flat arrays, and inputs are copied to fixed buffers, so that all batches of a
+replica must have the same shape. The learning rate, the exchange and the update are not captured.
 """
 
 import contextlib
@@ -37,12 +36,12 @@ class Captured:
     def __init__(self, run: Pass, modules: Sequence[Sequence[nn.Module]], batches: Sequence):
         """Capture one graph for each replica.
 
-        Parameters, buffers and random number generators keep their values.
+        Parameters, buffers and the default random number generators of the GPUs keep their values.
 
         :param run: function that computes the gradients of one replica
         :param modules: replicas, ``modules[row][slot]``
         :param batches: for each row, one batch per slot, on the devices of the slots
-        :raises CannotCapture: if a replica can't be captured
+        :raises CannotCapture: if torch can't capture a replica
         """
         self.rows = len(modules)
         self.slots = len(modules[0])
@@ -64,7 +63,7 @@ class Captured:
 
         :param work: function that computes the gradients of a replica and returns its output
         :param module: the replica, whose class the error names
-        :raises CannotCapture: if torch raises an error
+        :raises CannotCapture: if torch raises a RuntimeError
         """
         # Warm-up and capture use the same stream, because autograd always accumulates a gradient in
         # the stream in which it did so first.

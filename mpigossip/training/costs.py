@@ -23,7 +23,7 @@ from mpigossip.training.parts import JobParts, make_graph, make_parts
 from mpigossip.training.schedule import schedule
 
 STEPS = 240
-"""Number of steps over which costs are averaged. It is a multiple of the periods of all common
+"""Smallest number of steps over which costs are averaged. It is a multiple of many periods of
 graphs and cadences.
 """
 STEADY = {"variance": 1.0, "loss": 1.0}
@@ -36,7 +36,7 @@ PERIODS = 20
 
 @dataclass(frozen=True)
 class ModuleSizes:
-    """Sizes of a model that only DistributedDataParallel and averages per tensor depend on."""
+    """Sizes of a model that only DistributedDataParallel and per-tensor averages need."""
 
     tensors: tuple[int, ...] = ()
     """Bytes of each trained parameter in the order of ``module.parameters()``; () if unknown."""
@@ -66,7 +66,9 @@ class Subject:
     flat: ParameterLayout
     slots: int
     samples: int
-    """Number of training samples, of all nodes together if ``shared``, otherwise of each node."""
+    """Number of training samples, of all nodes together if ``shared``, otherwise of each node; 0 if
+    the data are not known.
+    """
     shared: bool = True
     """True if the samples are divided among the nodes. In theory tasks, each node has its own."""
     module: ModuleSizes = ModuleSizes()
@@ -77,7 +79,7 @@ class Subject:
         return self.slots * self.job.data.batch * self.job.algorithm.accumulate
 
     def steps_per_epoch(self, n: int) -> int:
-        """Return the number of steps in which n nodes process all samples once."""
+        """Return the number of complete steps that n nodes can make with all samples once."""
         return self.samples // (n if self.shared else 1) // self.per_step
 
 
@@ -89,6 +91,8 @@ def subject(job: Job, element_size: int = 4) -> tuple[Subject, str]:
 
     :param job: the job
     :param element_size: bytes of an element of a gradient in DistributedDataParallel
+    :raises JobError: if the model can't be built, or if :func:`data_or_stand_in` raises it
+    :raises StoreError: if :func:`data_or_stand_in` raises it
     """
     data, note = data_or_stand_in(job)
     module = assemble.make_model(job, data, counted=True)
@@ -116,11 +120,13 @@ def sized_subject(job: Job, parameters: int, element_size: int = 4, buffers: int
 
 
 def data_or_stand_in(job: Job) -> tuple[JobData, str]:
-    """Return the data of the job, or synthetic data of the same shape if they are not on this host.
+    """Return the data of the job, or synthetic data if they are not on this host.
 
-    The second value is a note that describes the synthetic data, or "".
+    Synthetic data have the sizes that section `[data]` states. They also replace custom data that
+    can't be made on this host. The second value is a note that describes them, or "".
 
-    :raises JobError: if data of a built-in source, or data that exist on this host, are invalid
+    :param job: the job
+    :raises JobError: if data of a built-in source, or a file that exists, are invalid
     :raises StoreError: if such data can't be read
     """
     section = job.data
@@ -147,7 +153,7 @@ class Exchanges:
 
     parts: JobParts
     steps: int = STEPS
-    """Number of steps over which costs are averaged."""
+    """Number of steps over which these exchanges are averaged."""
     module: ModuleSizes = ModuleSizes()
 
     def carried_out(self, kind: ExchangeKind, t: int | None) -> tuple[ExchangeKind, int | None]:
@@ -224,6 +230,7 @@ def exchanges(subject: Subject, n: int, period: float | None = None) -> Exchange
     :param n: number of nodes
     :param period: average period of an adaptive cadence; None: the result of :func:`average_period`
     :raises GraphError: if the graph does not exist for n nodes
+    :raises JobError: if the fragments that the job names don't divide the model
     """
     job = subject.job
     parts = make_parts(job, make_graph(job, n), subject.flat, total=STEPS)
@@ -257,6 +264,7 @@ def average_period(subject: Subject, n: int) -> float:
 
     :param subject: the job and its sizes
     :param n: number of nodes
+    :return: number of steps; if the simulation has no rare exchange, its length
     """
     job = subject.job
     steps_per_epoch = subject.steps_per_epoch(n)
@@ -304,13 +312,15 @@ def steady(cadence: Cadence, period: float) -> Cadence:
 
 
 def _rare_kind(cadence: Cadence) -> ExchangeKind:
-    """Return GLOBAL if an adaptive cadence averages over all nodes, otherwise GOSSIP."""
+    """Return GLOBAL if an adaptive cadence can average over all nodes, otherwise GOSSIP."""
     averages = ExchangeKind.GLOBAL in cadence.kinds
     return ExchangeKind.GLOBAL if averages else ExchangeKind.GOSSIP
 
 
 def memory(subject: Subject, job_exchanges: Exchanges) -> dict[str, int]:
     """Return the bytes of memory that a node needs if it is alone on its host, by purpose.
+
+    Activations, batches and libraries are not included.
 
     :param subject: the job and its sizes
     :param job_exchanges: exchanges of the job on n nodes

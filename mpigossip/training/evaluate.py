@@ -35,9 +35,9 @@ class Evaluation(NamedTuple):
     """Values of the nodes' own models over the whole test set, of which each node evaluates a part.
     """
     local: dict[str, torch.Tensor]
-    """Values of each local node's own model on its test samples, (rows,)."""
+    """Values of each local node's own model on its test samples, one tensor (rows,) per name."""
     share: dict[str, torch.Tensor]
-    """Values of the averaged model on the samples of each local node, for comparison, (rows,)."""
+    """Values of the averaged model on the test samples of each local node, like `local`."""
     consensus_distance: float
     """Consensus distance (1/n) Σ_i ‖x_i − x̄‖² / ‖x̄‖²."""
 
@@ -61,9 +61,10 @@ def evaluate(
     """Evaluate the exact average of the nodes' models, and each node's own model.
 
     Node i evaluates both its own model and the averaged model on the test samples i, i + n, i + 2n,
-    …, so that all nodes together use the whole test set. Slot 0 of a node computes, and the other
-    ranks of the node wait without a time limit. The memory of the gradients is overwritten.
-    Collective over nodes and their slots.
+    …, so that all nodes together use the whole test set; a node with a test stream of its own uses
+    that stream. Slot 0 of a node computes. The time limit of the other ranks of the node starts
+    again after each test batch. The memory of the gradients is overwritten. Collective over nodes
+    and their slots.
 
     :param replicas: the local model copies
     :param mixer: communication between nodes
@@ -144,7 +145,8 @@ def average_buffers(
 
     :param mixer: communication between nodes
     :param group: slots of this node
-    :param buffers: buffers of each local slot (outer index) and local node (inner index)
+    :param buffers: buffers of each local slot (outer index) and local node (inner index), in the
+        order of ``module.buffers()``
     :param module: module whose buffers are overwritten
     """
     targets = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
@@ -175,9 +177,10 @@ def norms(module: nn.Module) -> list[_BatchNorm]:
 
 @contextmanager
 def recalibrating(module: nn.Module) -> Iterator[None]:
-    """Return a context manager in which forward passes compute mean BatchNorm statistics.
+    """Return a context manager in which forward passes compute new BatchNorm statistics.
 
-    Only the BatchNorm layers are in training mode, so that there is no dropout.
+    These are means over the batches of all forward passes in the context. Only the BatchNorm layers
+    are in training mode, so that there is no dropout.
     """
     modes = {layer: layer.training for layer in module.modules()}
     momenta = {layer: layer.momentum for layer in norms(module)}
@@ -244,7 +247,7 @@ def measure(
     :param node: number of the node
     :param n: number of nodes
     :param works: function that is called after each batch
-    :return: float64 tensor of shape (1 + metrics, 2)
+    :return: float64 tensor of shape (1 + metrics, 2) on the CPU
     """
     training = module.training
     sums = torch.zeros(1 + len(objective.metrics), 2, dtype=torch.float64)

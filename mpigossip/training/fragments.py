@@ -18,7 +18,7 @@ def fragment_width(
     """Return the number of elements in the message of a fragment.
 
     All messages have the length of the largest fragment of any slot, rounded up so that wires can
-    encode it.
+    encode it. With one fragment, it is the width of a shard.
 
     :param flat: layout of the model's parameters
     :param schedule: number, steps and modules of the fragments
@@ -86,8 +86,10 @@ def cut_by_modules(
 
 
 def _assign(parameters: Sequence[str], modules: Sequence[str]) -> dict[str, int]:
-    """Return the number of the fragment of each parameter, by name.
+    """Return the number of the fragment of each parameter, from 0, by the parameter's name.
 
+    :param parameters: names of all parameters
+    :param modules: for each fragment, names of modules or parameters, separated by commas
     :raises JobError: see `cut_by_modules`
     """
     fragment_of = dict[str, int]()
@@ -116,6 +118,7 @@ def _assign(parameters: Sequence[str], modules: Sequence[str]) -> dict[str, int]
 
 
 def _count_elements(columns: Columns) -> int:
+    """Return the number of elements in all ranges."""
     return sum(c.stop - c.start for c in columns)
 
 
@@ -124,7 +127,8 @@ def cut(layers: Sequence[slice], count: int, width: int) -> tuple[tuple[slice, .
 
     Layers are assigned to fragments in turn, so that each fragment has layers of all depths. A
     layer that does not fit into a fragment is split, and the rest of it is assigned to the next
-    fragment. ``count · width`` must not be smaller than the number of elements of all layers.
+    fragment with room. ``count · width`` must not be smaller than the number of elements of all
+    layers.
 
     :param layers: columns of each layer in the shard, in ascending order
     :param count: number of fragments
@@ -153,10 +157,13 @@ def cut(layers: Sequence[slice], count: int, width: int) -> tuple[tuple[slice, .
 
 
 def layers_of(flat: NodeLayout, slot: int) -> list[slice]:
-    """Return, for a slot's shard, the columns of each module whose parameters are adjacent.
+    """Return the ranges of a slot's shard that hold consecutive parameters of the same module.
+
+    A module has several ranges if parameters of other modules lie between its own.
 
     :param flat: layout of the model's parameters
     :param slot: index of the slot
+    :return: ranges of columns, in ascending order
     """
     columns: list[slice] = []
     last = None

@@ -32,7 +32,7 @@ class FlatGradients:
         parameters = dict(module.named_parameters())
         self._large: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._others: list[torch.Tensor] = []
-        """Ranges of the row between the large gradients."""
+        """Ranges of the row that contain no large gradient; some may be empty."""
         begin = 0
         for name, view in zip(layout.names, layout.views(row), strict=True):
             if view.numel() < LARGE:
@@ -46,7 +46,7 @@ class FlatGradients:
         self._others.append(row[begin:])
 
     def begin(self) -> None:
-        """Prepare the first backward pass of a step."""
+        """Prepare the first backward pass of a step: discard the gradients of the last step."""
         for part in self._others:
             if part.numel():
                 part.zero_()
@@ -54,7 +54,7 @@ class FlatGradients:
             parameter.grad = None
 
     def complete(self) -> None:
-        """Set the gradients of parameters that the first backward pass has not reached to zero."""
+        """Set large gradients to zero that the first backward pass of a step has not written."""
         for parameter, view in self._large:
             if parameter.grad is None:
                 parameter.grad = view.zero_()

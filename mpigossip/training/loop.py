@@ -22,8 +22,8 @@ class Trainer:
 
     The data step determines batches and random seeds, and the rate step determines the learning
     rate. Both are the engine's step, unless :meth:`step` gets others, for example from a member
-    that trains a chunk. ``shift`` is subtracted from both, except for the seeds. It is 0 unless the
-    number of steps per epoch has changed when the run was resumed.
+    that trains a chunk. ``shift`` is subtracted from both to find batches and rates, but not seeds.
+    It is 0 unless the number of steps per epoch has changed when the run was resumed.
     """
 
     def __init__(
@@ -63,8 +63,11 @@ class Trainer:
         """Compute the gradients, update the models, and exchange if the cadence says so.
 
         :param data_step: step whose batches and random seeds are used; None: the engine's step
-        :param rate_step: step whose learning rate is used; None: ``data_step``
-        :raises NonFiniteError: before the update, if the loss of a node is NaN or infinite
+        :param rate_step: step whose learning rate is used; None: the data step
+        :return: metrics of the step
+        :raises NonFiniteError: before the update, if the loss of a node that is not idle is NaN or
+            infinite
+        :raises Failure: if the data or the task fail
         """
         engine = self.engine
         replicas = self.replicas

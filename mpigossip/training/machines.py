@@ -37,7 +37,7 @@ class NetworkLibrary:
     """Library that sends messages over a network."""
 
     latency_s: float
-    """Assumed seconds of a small message; round values that were not measured."""
+    """Assumed seconds of a small message, a round value that was not measured."""
     sockets: int = 0
     """Number of TCP connections between two hosts, if the library uses TCP."""
 
@@ -120,15 +120,20 @@ class Machine:
     update_s: float
     """Seconds of the arithmetic and bookkeeping of the algorithm."""
     latency_s: float
+    """Seconds of a small message to another node."""
     bandwidth: float
     """Bytes/s that a node sends, and at the same time receives."""
     global_latency_s: float
+    """Latency, in seconds, in the formula of global averages."""
     global_bandwidth: float
+    """Bandwidth, in bytes/s, in the formula of global averages."""
     combine_rate: float
     """Bytes/s at which a received message is added to a weighted sum."""
     sources: dict[str, str] = field(default_factory=dict)
-    """Origin of each value, by its name: "measured", "given" or "assumed"."""
+    """Origin of each value, such as "measured", "given" or "assumed", by the names in
+    `analysis.machine.WORDS`."""
     where: str = "this process alone"
+    """Description of the machine for output."""
     jitter: float = 0.0
     """Standard deviation of the computing time of a step, relative to its mean."""
     encode_rate: float = 0.0
@@ -151,7 +156,10 @@ class Machine:
         return replace(self, **fields)  # type: ignore[arg-type]
 
     def save(self, path: Path) -> None:
-        """Write this machine as JSON, which :func:`named` can read."""
+        """Write this machine to a file as JSON, which :func:`named` can read.
+
+        :raises StoreError: if writing fails
+        """
         with replacing(path) as new:
             new.write_text(json.dumps(asdict(self), indent=1) + "\n", "utf-8")
 
@@ -159,8 +167,10 @@ class Machine:
 def named(section: ClockSection) -> Machine:
     """Return the machine that `[clock]` names.
 
-    `clock.network` is the name of a known network, or a file that :meth:`Machine.save` wrote.
+    Other settings of the section replace values of this machine.
 
+    :param section: section `[clock]`, whose ``network`` is the name of a known network, or a file
+        that :meth:`Machine.save` wrote
     :raises JobError: if a required setting is missing or the file can't be read
     """
     name = section.network

@@ -104,7 +104,7 @@ class JobParts:
         return opened
 
     def make_averages(self, arrays: StateArrays | None = None) -> StateAverages | None:
-        """Return the averages of the local step's state, or None if the job has none.
+        """Return the averages of the local step's state, or None if the job makes no such averages.
 
         :param arrays: access to the arrays; None: the arrays of the job's local step
         """
@@ -145,10 +145,14 @@ class JobParts:
         )
 
     def make_fragments(self, flat: NodeLayout, shards: range) -> Fragments | None:
-        """Return the fragments of some shards, or None if the model is exchanged as a whole.
+        """Return the fragments of some shards.
+
+        The result is None if the model is exchanged as a whole and at once, and if its average
+        replaces it, so that there is no blending.
 
         :param flat: layout of the model's parameters
         :param shards: numbers of the shards
+        :raises JobError: if the fragments that the job names don't divide the model
         """
         schedule = self.cadence.fragment_schedule
         section = self.job.algorithm
@@ -172,7 +176,11 @@ class JobParts:
 def make_graph(job: Job, n: int) -> Graph:
     """Return the graph of a job over n nodes.
 
-    :raises GraphError: if the graph does not exist for n nodes
+    Unless nodes are asynchronous, `[faults]` removes links of it.
+
+    :param job: the job
+    :param n: number of nodes
+    :raises GraphError: if the graph does not exist for n nodes, or its file or function is invalid
     """
     section = job.graph
     faults = job.faults
@@ -217,7 +225,8 @@ def make_parts(
     :param local: local step that replaces the local step of the job; None: the job's local step
     :param total: number of steps of the run, on which some cadences depend; None: not known
     :param frozen: names of parameters that are not trained now, but may be later
-    :raises JobError: if the fragments that the job names don't divide the model
+    :raises JobError: if the fragments that the job names don't divide the model, or if its
+        algorithm can't be built
     """
     graph = graphs.graph("identity", 1) if graph is None else graph
     shards = range(flat.slots) if shards is None else shards
@@ -254,8 +263,10 @@ def _method(
     local: Local | None = None,
     full_layout: ParameterLayout | None = None,
 ) -> Algorithm:
-    """Return the algorithm of a shard.
+    """Return the algorithm of a shard, which sends exact messages.
 
+    :param job: the job
+    :param graph: its graph
     :param decayed: number of elements of the shard that have weight decay
     :param local: local step that replaces the local step of the job; None: the job's local step
     :param full_layout: layout of the parameters if the shard contains all of them, otherwise None

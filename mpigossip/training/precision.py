@@ -1,6 +1,6 @@
 """Arithmetic of the forward and backward passes: float32, bfloat16, or scaled float16.
 
-Parameters, sums of gradients, optimizer state and messages are float32 in all three cases.
+Parameters and gradients are stored in float32 in all three cases.
 """
 
 import contextlib
@@ -12,12 +12,15 @@ from torch import nn
 from mpigossip.groups.base import Group
 
 FIRST_SCALE = 2.0**16
+"""Loss scale of a node at the start of a run."""
 GROWTH_INTERVAL = 2000
 """Number of steps without an overflow after which the loss scale of a node is doubled."""
 
 
 def resolved(setting: str, device: str) -> str:
-    """Return the arithmetic for `node.precision`; "auto" is bf16 on GPUs that support bf16.
+    """Return the arithmetic for `node.precision`: "fp32", "bf16" or "fp16".
+
+    "auto" is bf16 on GPUs that support it, otherwise fp32.
 
     :param setting: value of `node.precision`
     :param device: device of the slots
@@ -29,7 +32,7 @@ def resolved(setting: str, device: str) -> str:
 
 
 def without_tf32() -> None:
-    """Disable TensorFloat-32 in matrix products and convolutions.
+    """Disable TensorFloat-32 in matrix products, convolutions and recurrent layers.
 
     torch warns about the older setting, ``allow_tf32``, and raises an error if both have been used.
     """
@@ -41,18 +44,18 @@ def without_tf32() -> None:
 class Precision:
     """Arithmetic of the replicas of a model: "fp32", "bf16" or "fp16".
 
-    float16 can't represent magnitudes below 6e-8 or above 65504, so each node scales its loss. If
-    the gradient of any slot overflows, all slots of the node skip the local step, take part in the
-    round as usual, and halve the scale. After GROWTH_INTERVAL steps without an overflow, the scale
-    is doubled. Scales are powers of two from 2⁻¹⁴ to 2²⁴, so scaling does not round (Micikevicius
-    et al., ICLR 2018).
+    float16 can't represent magnitudes below 6e-8 or above 65504, so with "fp16", each node scales
+    its loss. If the gradient of any slot overflows, all slots of the node skip the local step, take
+    part in the round as usual, and halve the scale. After GROWTH_INTERVAL steps without an
+    overflow, the scale is doubled. Scales are powers of two from 2⁻¹⁴ to 2²⁴, so scaling does not
+    round (Micikevicius et al., ICLR 2018).
     """
 
     def __init__(self, name: str, devices: Sequence[str], rows: int):
         """Initialize the loss scales.
 
-        If the name is "fp32", TensorFloat-32 is disabled, which torch enables for convolutions by
-        default.
+        If the name is "fp32" and the slots are GPUs, TensorFloat-32 is disabled in this process. By
+        default, torch enables it for convolutions.
 
         :param name: "fp32", "bf16" or "fp16"
         :param devices: device of each slot
@@ -87,7 +90,12 @@ class Precision:
         return loss * self.scales[slot][row, 0] if self._scales else loss
 
     def numbers(self, row: int) -> dict[str, float]:
-        """Return, for a checkpoint, a node's loss scale and number of steps without an overflow."""
+        """Return, for a checkpoint, a node's loss scale and number of steps without an overflow.
+
+        The keys are "loss_scale" and "clean_steps". Without loss scales, the result is {}.
+
+        :param row: index of the local node
+        """
         if not self._scales:
             return {}
         return {"loss_scale": self._values[row], "clean_steps": self._clean[row]}
@@ -96,13 +104,14 @@ class Precision:
         """Restore the loss scale of a node from a checkpoint.
 
         :param row: index of the local node
-        :param numbers: result of :meth:`numbers`; if it has no loss scale, the scale is kept
+        :param numbers: numbers of a checkpoint, which include the result of :meth:`numbers`; if
+            they have no loss scale, the scale is kept
         """
         if self._scales and "loss_scale" in numbers:
             self._set(row, numbers["loss_scale"], int(numbers["clean_steps"]))
 
     def _set(self, row: int, scale: float, clean: int) -> None:
-        """Set the loss scale of a node, and its number of steps since the last overflow."""
+        """Set the loss scale of a node, and its number of steps since the scale last changed."""
         self._values[row] = scale
         self._clean[row] = clean
         for scales in self.scales:

@@ -3,8 +3,8 @@
 The data of such a task are functions f_i, one per node (data/problems.py); f is their mean, and x*
 its optimum. An evaluation of a model x returns ``loss``, f(x) − f(x*), ``gradient_square``,
 ‖∇f(x)‖², and ``distance_square``, ‖x − x*‖². These are evaluated at the averaged model x̄ and, with
-the prefix local_, at the models of the nodes. During training, a node computes the same metrics for
-its function f_i, without the noise.
+the prefix local_, at the models of the nodes. During training, the loss and the metrics of a node
+belong to its function f_i, and do not contain the noise.
 """
 
 import math
@@ -22,8 +22,10 @@ from mpigossip.training.task import Metrics
 class Theory(ABC):
     """Base class of theory tasks, which minimize a function with a known optimum.
 
-    In training, each node adds normal noise ξ to its gradient in each step, with E ‖ξ‖² = σ² and
-    equal variance in all coordinates. Evaluations have no noise.
+    In training, each call of :meth:`loss` adds normal noise ξ to the gradient, with E ‖ξ‖² = σ² and
+    equal variance in all coordinates. If a node computes several gradients per step, on several
+    slots or with `algorithm.accumulate`, it averages them, and so their independent ξ. Evaluations
+    have no noise.
     """
 
     def __init__(self, *, noise: NotNegative = 0.1):

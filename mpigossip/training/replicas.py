@@ -44,8 +44,8 @@ class Replicas:
         :param rows: number of local nodes
         :param group: slots of a node
         :param vectorized: whether to compute the gradients of all rows by one `torch.func.vmap`
-            instead of a loop. Results of both are close, but not bitwise identical, because sums
-            are computed in another order. vmap can't update norm statistics
+            instead of a loop. Results of both are close, but not always bitwise identical, because
+            sums are computed in another order. vmap can't update norm statistics
         :param graphs: whether replicas on GPUs are captured as CUDA graphs: "always", "never", or
             "auto", which captures them if that is possible
         :param objective: task of the training
@@ -108,6 +108,9 @@ class Replicas:
         :param idle_rows: rows that are idle; their results have no meaning
         :return: mean loss, and sum and count of each metric, over the slots of each row, float64
             (rows, 1 + 2 metrics)
+        :raises CannotCapture: if ``graphs`` is "always" and a replica, or one of these batches,
+            can't be used with CUDA graphs
+        :raises TaskError: if the task fails
         """
         slots = len(self.group.local_slots)
 
@@ -149,14 +152,16 @@ class Replicas:
         return figures
 
     def _replayed(self, compute: Pass, batches: Sequence[Nested]) -> list[torch.Tensor] | None:
-        """Replay the CUDA graphs, which the first step captures; return loss and metrics per slot.
+        """Replay the CUDA graphs, which the first call captures; return loss and metrics per slot.
 
         The result is None if replicas can't be captured, or must not be; one thread per slot then
-        has to compute the gradients. If they can't be captured, a warning is printed once.
+        has to compute the gradients. A batch with a shape other than the captured one has the same
+        effect. A warning states the reason, and no later call tries again.
 
         :param compute: function that computes the gradients of one replica
         :param batches: for each row, one batch per slot
-        :raises CannotCapture: if they can't be captured, and `node.cuda_graphs` is "always"
+        :return: one tensor (rows, 1 + 2 metrics) per slot, float64
+        :raises CannotCapture: instead of the warning, if `node.cuda_graphs` is "always"
         """
         if self.graphs == "never":
             return None
@@ -179,7 +184,7 @@ class Replicas:
         :param slot: index of the local slot
         :param cuts: for each row, the parts of its batch whose gradients are averaged
         :param precision: arithmetic of forward and backward
-        :return: loss, and sum and count of each metric, of each row, (rows, 1 + 2 metrics)
+        :return: loss, and sum and count of each metric, of each row, float64 (rows, 1 + 2 metrics)
         """
         module = self.modules[0][slot]
         full = self.full[slot]

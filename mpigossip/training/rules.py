@@ -13,7 +13,7 @@ table             subject                                       used by
 `SURVIVAL`        job and its number of slots per node          :func:`survival_problems`
 `FAULTS`          job and its number of slots per node          :func:`fault_problems`
 `CUSTOM_LOOP`     parts of the job of a custom loop, its world  :func:`loop_problems`
-`MEMBERS`         job, and its parts if members can train it    :func:`check_member`
+`MEMBERS`         job, and its parts or None                    :func:`check_member`
 `VECTORIZATION`   job, model, objective and a batch             :func:`check_vmap`
 ================  ============================================  =============================
 """
@@ -78,10 +78,11 @@ class Rule(NamedTuple, Generic[S]):
 
 
 Table = Sequence[Sequence[Rule[S]]]
+"""Groups of rules; only the first broken rule of each group is reported."""
 
 
 class Launch(NamedTuple):
-    """Job, its number of slots per node, and the world that runs it (None: not known)."""
+    """Job, its number of slots per node, and its world, which is None if it is not known."""
 
     job: Job
     slots: int
@@ -127,7 +128,7 @@ def problems(table: Table[S], subject: S) -> list[str]:
 
 
 def _first_problem(group: Sequence[Rule[S]], subject: S) -> list[str]:
-    """Return the message of the first broken rule of a group; [] if none is broken."""
+    """Return the message of the first broken rule of a group, as a list; [] if none is broken."""
     for rule in group:
         if broken := rule.is_broken(subject):
             template = f"{rule.message}; {rule.remedy}" if rule.remedy else rule.message
@@ -165,7 +166,10 @@ def launch_problems(job: Job, world: World) -> list[str]:
 
 
 def survival_problems(job: Job) -> list[str]:
-    """Return messages about settings with which a run can't survive a rank failure."""
+    """Return messages about settings with which a run can't survive a rank failure.
+
+    The result is [] without `run.survive`.
+    """
     return problems(SURVIVAL, Launch(job, shape.slots(job)))
 
 
@@ -187,6 +191,7 @@ def loop_problems(parts: JobParts, world: World, has_graph_object: bool) -> list
 def check_member(job: Job) -> None:
     """Check that members can train a job.
 
+    :param job: the job
     :raises JobError: if they can't; it contains the first message of each group of `MEMBERS`
     """
     parts = make_parts(job) if _can_train(job.algorithm.name) else None
@@ -235,6 +240,7 @@ def check_rounds(job: Job, graph: Graph, world: World) -> None:
 # -- graph ------------------------------------------------------------------------------------
 
 FACTS = {"static", "symmetric", "row-stochastic", "column-stochastic"}
+"""Conditions of algorithms (`Algorithm.needs`) that are names of facts (`Graph.facts`)."""
 
 
 def lacking(needs: frozenset, graph: Graph) -> list[str]:
@@ -307,6 +313,8 @@ def _lacks_properties(parts: JobParts) -> Verdict:
 def _suits(name: str, n: int, needs: frozenset) -> bool:
     """Return whether a graph of this package exists for n nodes and meets the needs of a method.
 
+    The result is False for the graph "identity".
+
     :param name: name of the graph, which is made with its default options
     :param n: number of nodes
     :param needs: conditions of the algorithm, `Algorithm.needs`
@@ -320,7 +328,7 @@ def _suits(name: str, n: int, needs: frozenset) -> bool:
 
 
 def _is_unconnected(parts: JobParts) -> Verdict:
-    """Return two nodes that no path of edges connects, if the nodes can therefore not agree.
+    """Return n, and two nodes of which the first never reaches the second, if nodes can't agree.
 
     The result is None if there are no such nodes. The graph "identity" is accepted, because nodes
     then train separately on purpose. So are cadences with averages over all nodes, and cadences
@@ -636,7 +644,7 @@ FRAGMENTS: Table[JobParts] = (
     (
         Rule(
             _blends_what_is_kept,
-            "{setting}: with algorithm.eager, received models are not blended into x",
+            "{setting}: with algorithm.eager, received models are not blended into the model",
             "remove {setting}",
         ),
     ),
@@ -669,7 +677,7 @@ FRAGMENTS: Table[JobParts] = (
         Rule(
             lambda parts: parts.job.node.mixer == "asynchronous" and _in_fragments(parts),
             "{setting}: asynchronous nodes would average different fragments, and add corrections "
-            "to x that must not be blended",
+            "to the model that must not be blended",
             'use node.mixer = "synchronous"',
         ),
     ),
@@ -718,7 +726,8 @@ def _show_average_state(periods: Mapping[str, int]) -> str:
 def _unknown_array(launch: Launch) -> Verdict:
     """Return the first array in `algorithm.average_state` that the local step of the job lacks.
 
-    The result also contains the setting and a remedy; it is None if the local step has all arrays.
+    The result also contains the setting and a remedy. It is None if the local step has all arrays,
+    or if the algorithm takes no local step by name.
     """
     section = launch.job.algorithm
     if not section.average_state or not takes_local(section.name):
@@ -977,14 +986,14 @@ def _runs_on_ranks(launch: Launch) -> bool:
 
 
 def _has_several_ranks(launch: Launch) -> Verdict:
-    """Return the value of `node.ranks_per_node` if nodes can have several ranks."""
+    """Return the value of `node.ranks_per_node` if it isn't 1 and the job runs on ranks."""
     setting = launch.job.node.ranks_per_node
     return _runs_on_ranks(launch) and setting != 1 and {"ranks": show(setting)}
 
 
 LAUNCH: Table[Launch] = (
     (
-        # If the job has several slots per rank, SETTINGS reports the same problem.
+        # If the job alone determines several slots per node, SETTINGS reports the same problem.
         WHOLE_MATRICES._replace(
             is_broken=lambda launch: shape.slots(launch.job) == 1 and _cuts_matrices(launch)
         ),
@@ -1036,7 +1045,7 @@ SURVIVAL: Table[Launch] = (
 def _too_short(key: str) -> Rule[Launch]:
     """Return the rule about the smallest mean duration of a fault, in rounds.
 
-    The smallest possible duration arises if each round is drawn independently.
+    The mean duration is smallest if each round is drawn independently. The setting 0 is allowed.
 
     :param key: setting of `[faults]` with the probability of the fault: "lost" or "away"
     """
@@ -1145,7 +1154,7 @@ def period_problem(job: Job) -> str:
 
 
 def _can_train(name: str) -> bool:
-    """Return whether members can use the algorithm of this name, with its default options.
+    """Return whether members can use an algorithm of this package, with its default options.
 
     After its local steps, such an algorithm averages one vector, the model, with one neighbour.
     """

@@ -26,23 +26,24 @@ def schedule(
 ) -> Callable[[int], float]:
     """Return the learning rate, which is always above 0, as a function of the step, from 0 on.
 
-    The names below are settings of `[schedule]`. If ``scale`` is "linear", the full rate is lr ×
-    samples_per_step / reference_batch; otherwise it is lr. During the warm-up of W = warmup_epochs
-    × steps_per_epoch steps, the rate grows linearly to the full rate at step W − 1. It starts at
-    lr, or at 0 if the full rate isn't above lr. If warmup_lr is set, the rate is warmup_lr,
-    unscaled, during the whole warm-up. After the warm-up, the rate depends on ``name``:
+    In the formulas, lr and the like are settings of `[schedule]`. If ``scale`` is "linear", the
+    full rate is lr × samples_per_step / reference_batch; otherwise it is lr. The warm-up has W =
+    warmup_epochs × steps_per_epoch steps, rounded. At its step k, the rate is begin + (full −
+    begin)(k + 1)/W, where begin is lr, or 0 if the full rate isn't above lr. If warmup_lr is set,
+    the rate is warmup_lr, unscaled, during the whole warm-up. After the warm-up, the rate depends
+    on ``name``:
 
     * "constant": full
     * "milestones": full × factor^(number of milestones that the epoch has reached)
-    * "cosine": final + (full − final)(1 + cos π(k − W)/(total_steps − W))/2 at step k
+    * "cosine": final_lr + (full − final_lr)(1 + cos π(k − W)/(total_steps − W))/2 at step k
 
-    Steps after the end of the run have the rate of its last step. Sources: Goyal et al., "Accurate,
-    large minibatch SGD" (2017), sections 2.1 and 2.2; Loshchilov and Hutter, "SGDR" (ICLR 2017),
-    equation 5.
+    From step total_steps on, the rate has its value at step total_steps − 1. Sources: Goyal et al.,
+    "Accurate, large minibatch SGD" (2017), sections 2.1 and 2.2; Loshchilov and Hutter, "SGDR"
+    (ICLR 2017), equation 5.
 
     :param section: section `[schedule]`
     :param steps_per_epoch: number of steps per epoch
-    :param total_steps: number of steps of the run
+    :param total_steps: number of steps of all epochs
     :param samples_per_step: samples of all nodes in a step
     """
     full, _ = full_rate(section, samples_per_step)
@@ -86,7 +87,7 @@ def blend_weight(
     :param start: γ at step 0, between 0 and 1
     :param end: γ at the last step and later, between 0 and 1; None: γ = ``start`` at all steps
     :param shape: "linear" or "cosine"
-    :param total_steps: number of steps of the run
+    :param total_steps: number of steps, T
     """
     if end is None:
         return lambda step: start

@@ -26,9 +26,12 @@ def ranks_of(job: Job, world: World | None = None) -> int:
 
 
 def local_devices(job: Job, world: World) -> tuple[str, ...]:
-    """Return the devices of the local slots.
+    """Return the device of each local slot.
 
     These are the slots of this rank, or all slots of a node if nodes are simulated.
+
+    :param job: the job
+    :param world: world of the run
     """
     slots = slots_of(job.node.devices)
     return slots * ranks_of(job, world) if world.comm is None else slots
@@ -84,7 +87,10 @@ def check_alike(job: Job, world: World) -> None:
 
     Nothing is checked if each node has a single rank.
 
-    :raises JobError: on all ranks, if they differ or if two slots of a host have the same GPU
+    :param job: the job
+    :param world: all ranks, grouped into nodes
+    :raises JobError: on all ranks, if the slots of ranks differ, or if two slots of a host have the
+        same GPU
     """
     if world.nodes.per_node == 1:
         return
@@ -116,7 +122,13 @@ def check_alike(job: Job, world: World) -> None:
 def _check_gpus(job: Job, world: World, local_slots: tuple[str, ...]) -> None:
     """Check that slots of a host have different GPUs, as NCCL requires; collective.
 
-    A rank that sees only its own GPU calls it cuda:0, so GPUs are compared by their identifiers.
+    A rank that sees only its own GPU calls it cuda:0, so GPUs are compared by their identifiers. A
+    GPU without an identifier is not compared.
+
+    :param job: the job, for the message
+    :param world: all ranks
+    :param local_slots: devices of the slots of this rank
+    :raises JobError: on all ranks, if two slots of a host have the same GPU
     """
     owners: dict[tuple[str, str], int] = {}
     gpus_by_rank = world.broadcast(world.gather([gpu_of(slot) for slot in local_slots]))

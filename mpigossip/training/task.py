@@ -23,7 +23,7 @@ from mpigossip.models import loss_and_correct, scores
 
 Metrics = Mapping[str, tuple[Any, Any]]
 """Metrics by name. Each metric is a pair of a sum and a count, by which the sum is divided. Both
-are numbers or tensors with one element, and are summed over batches, slots and nodes.
+are numbers or tensors of shape (), and are summed over batches, slots and nodes.
 """
 
 RESERVED = frozenset(
@@ -89,7 +89,7 @@ class Task(Protocol):
 
 
 class TaskError(Failure, RuntimeError):
-    """Error of a task that fails on a batch during a run."""
+    """Error of a task that fails on a batch, or returns an invalid result."""
 
 
 class Classification:
@@ -113,8 +113,8 @@ class LanguageModel:
 
     A batch is either (tokens, next tokens) or a mapping with `input_ids` (B, T), as tokenizers
     return it. The labels of a mapping are its `labels`, or `input_ids` if it has no labels. This
-    class shifts the labels by one position and ignores the label -100. All other tensors of the
-    mapping are passed to the model.
+    class shifts these labels by one position and ignores the label -100. All tensors of the mapping
+    except `labels` are passed to the model.
     """
 
     units = {"loss": "nat", "nats_per_byte": "nat/byte"}
@@ -134,9 +134,10 @@ class LanguageModel:
             self._lengths = {torch.device("cpu"): torch.from_numpy(tokenizer.lengths)}
 
     def loss(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
-        """Return the mean loss of the counted tokens of a batch in nats, and its metrics.
+        """Return the mean loss per token in nats, and the metrics of a batch.
 
-        The metrics are "accuracy" and, for pairs (tokens, next tokens) of a packed text,
+        Tokens of a mapping whose label is -100 do not count; if no token counts, the loss is 0. The
+        metrics are "loss", "accuracy" and, for pairs (tokens, next tokens) of a packed text,
         "nats_per_byte".
         """
         if not isinstance(batch, Mapping):
@@ -158,7 +159,7 @@ class LanguageModel:
         """Return the metric with the loss per byte; {} if the bytes per token are not known.
 
         :param nats: sum of the losses of all tokens
-        :param targets: tokens
+        :param targets: the tokens to be predicted, int64
         """
         if not self._lengths:
             return {}
@@ -169,9 +170,11 @@ class LanguageModel:
 
 
 def _problem(made_by: str, source: str, model: str) -> BuilderSpec:
-    """Return the spec of a theory task, which implies its data, model and batch size.
+    """Return the spec of a theory task, which implies settings of other sections.
 
-    A sample is the function f_i of a node.
+    These are its data, its model, a batch of one sample, a partition that gives each node the
+    samples of its own function, and a learning rate that is not scaled. A sample is the function
+    f_i of a node.
 
     :param made_by: name of the class in :mod:`mpigossip.training.problems`
     :param source: implied value of `data.source`
@@ -223,9 +226,11 @@ class Objective:
     def __call__(self, model: Callable, batch: Nested) -> tuple[Tensor, Metrics]:
         """Return the loss and the metrics of the task on a batch.
 
-        :raises TaskError: if the task raises an exception, or if a custom task returns an invalid
-            loss, invalid metrics, or other metrics than for the first batch; the message names
-            the task
+        :param model: the model, or a function with the same parameters
+        :param batch: batch on the device of the model
+        :raises TaskError: if the task raises an exception other than Failure and UserError, which
+            are raised unchanged; or if a custom task returns an invalid loss, invalid metrics, or
+            other metrics than for the first batch
         """
         try:
             loss, metrics = self.task.loss(model, batch)
@@ -254,6 +259,10 @@ class Objective:
         The first value is the loss divided by ``accumulate``, the number of parts of a batch, so
         that the sum over parts is the mean loss. The other values are the sum and the count of each
         metric, in the order of ``self.metrics``. The tensor is on the device of ``loss``.
+
+        :param loss: mean loss of the part, a scalar
+        :param metrics: its metrics by name
+        :param accumulate: number of parts of a batch
         """
         counts = [_double(value, loss) for name in self.metrics for value in metrics[name]]
         return torch.stack([_double(loss, loss) / accumulate, *counts])
@@ -281,8 +290,10 @@ class Objective:
         The task is called as in an evaluation. The state of the CPU's random number generator is
         preserved.
 
-        :raises JobError: if the task fails, if its result is invalid, or if the name of a metric is
-            reserved or invalid
+        :param model: the model
+        :param batch: batch on the device of the model
+        :raises JobError: if the task fails, if the result of a custom task is invalid, or if the
+            name of a metric is reserved or invalid
         """
         training = model.training
         try:
@@ -319,7 +330,8 @@ class Objective:
 def make(section: config.TaskSection) -> Objective:
     """Return the task that section `[task]` names, without calling it on a batch.
 
-    :raises JobError: if a custom task can't be imported, or has no method ``loss``
+    :param section: section `[task]`
+    :raises JobError: if a custom task can't be imported or made, or has no method ``loss``
     """
     if section.name in TASKS:
         return Objective(BuilderSpec.of(TASKS, section.name)(**section.options), section.name)
@@ -353,7 +365,7 @@ def _describe_invalid(loss: Any, metrics: Any) -> str:
 
 
 def _number(value: Any) -> bool:
-    """Return whether a value is a real number, or a tensor with one."""
+    """Return whether a value is a real number, or a real tensor of shape ()."""
     if isinstance(value, Tensor):
         return value.ndim == 0 and not value.is_complex()
     return isinstance(value, int | float)

@@ -35,7 +35,7 @@ MEASURED = 96
 measured. The first rounds are left out because delays spread over the graph gradually.
 """
 DRAWN = 512
-"""Number of nodes, of all repetitions together, for which random durations are drawn."""
+"""Approximate number of nodes, of all repetitions together, for which durations are drawn."""
 DRAWS = 5
 """Number in the key of the virtual clock's random numbers, so that they are independent of other
 random numbers of the run.
@@ -70,7 +70,10 @@ def ddp_buckets(tensors: Sequence[int]) -> list[int]:
 
 
 def even_buckets(nbytes: int) -> list[int]:
-    """Return the buckets of :func:`ddp_buckets` for a model of many small tensors."""
+    """Return the buckets of :func:`ddp_buckets` for a model of many small tensors.
+
+    :param nbytes: bytes of all trained parameters
+    """
     rest = nbytes - FIRST_BUCKET
     if rest <= 0:
         return [nbytes]
@@ -101,7 +104,7 @@ class Edges(NamedTuple):
 
 @lru_cache(maxsize=512)
 def edges_of(graph: Graph, t: int) -> Edges:
-    """Return the edges of round t of a graph."""
+    """Return the edges of round t of a graph; results are cached."""
     r = graph.round(t)
     n = graph.n
     senders = [[i, *r.neighbours(i)[0]] for i in range(n)]
@@ -246,7 +249,8 @@ class Timing:
     def exchange_s(self, kind: ExchangeKind, t: int | None) -> tuple[float, float]:
         """Return the seconds of an exchange without waiting, and how many of them overlap.
 
-        They overlap with computation, as :meth:`hidden` computes.
+        They overlap with computation, as :meth:`hidden` computes. For gossip, both are the largest
+        values of all edges.
 
         :param kind: kind of the exchange, as it is executed
         :param t: round of the exchange; None unless it is gossip
@@ -328,10 +332,11 @@ class Timing:
 
 
 class Clock:
-    """Clock with the time at which each node ends its steps, if nodes wait for their messages.
+    """Clock with the time at which each node ends its steps.
 
-    ``now``, (rows, n), are the seconds since the start; each row is an independent repetition of
-    the training. With `cadence.delay`, nodes wait for an exchange in the step that applies it.
+    Synchronous nodes wait for their messages; asynchronous nodes do not. ``now``, (rows, n), are
+    the seconds since the start; each row is an independent repetition of the training. With
+    `cadence.delay`, nodes wait for an exchange in the step that applies it.
     """
 
     def __init__(self, timing: Timing, rows: int = 1):
@@ -394,8 +399,8 @@ def expected_maximum(n: int) -> float:
 class VirtualClock:
     """Clock of the seconds that a training would have taken on the machine that `[clock]` names.
 
-    The time depends on the job, the number of nodes and the exchanges only. The clock does not
-    affect the training.
+    The time depends on the job, that machine, the number of nodes and the exchanges only. The clock
+    does not affect the training.
     """
 
     def __init__(self, job: Job, assembly: Assembly, begun: np.ndarray | None = None):
@@ -405,6 +410,7 @@ class VirtualClock:
         :param assembly: the parts of the job
         :param begun: time at which each node had ended the steps before a resume, (n,), NaN if it
             is not known; None: 0 for all nodes
+        :raises JobError: if `[clock]` names no valid machine
         """
         section = job.clock
         engine = assembly.engine
@@ -448,8 +454,8 @@ class VirtualClock:
 def normal(key: tuple[int, ...], count: int) -> np.ndarray:
     """Return ``count`` standard normal numbers that depend on the key alone.
 
-    They are computed by the method of Box and Muller, so that all versions of numpy give the same
-    numbers.
+    They are computed by the method of Box and Muller, because the generators of NumPy may change
+    with its version.
 
     :param key: whole numbers, such as a seed and a step
     :param count: number of random numbers

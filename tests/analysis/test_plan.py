@@ -158,7 +158,7 @@ def test_the_command_plans_in_one_process(alone, tmp_path):
         (["--nodes", "4", "--parameters", "1.3B"], "--parameters needs --compute"),
         ([JOB, "--nodes", "4", "--parameters", "1M"], "--parameters replaces the job"),
         (["--nodes", "4", "--parameters", "many"], '"many": must be'),
-        ([JOB, "--nodes", "4", "--buffers", "1MB"], "--buffers describes"),
+        ([JOB, "--nodes", "4", "--buffers", "1MB"], "--buffers is the size"),
         ([JOB, "--nodes", "4", "--queue", "50ms"], "--queue needs"),
         ([JOB, "--nodes", "4", "--transport", "nccl"], '--transport "nccl"'),
         ([JOB, "--nodes", "4", "--allreduce", "1MB:2ms", "2MB:1ms"], "--allreduce"),

@@ -1,4 +1,4 @@
-"""Predict the time of a step and of an epoch on n nodes, per graph, cadence and wire."""
+"""Predictions of the time of a step and of an epoch on n nodes, per graph, cadence and wire."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -46,7 +46,8 @@ class Choice:
         """Return ``job`` with the graph, the cadence and the wire of this choice.
 
         If the name of the graph or of the cadence stays the same, the options that the job gives it
-        are kept.
+        are kept. If the job averages over all nodes in every step, gossip uses `GOSSIP` instead of
+        its algorithm.
         """
         if self.graph == ALL_REDUCE:
             return parallel(job)
@@ -122,7 +123,7 @@ class Prediction:
 def choices(job: Job, everything: bool = False, bf16: bool = False) -> list[Choice]:
     """Return the choices to predict: all-reduce first, then the job's choice, then others.
 
-    Choices with the job's graph follow each other, and so do choices with each other graph.
+    Unless ``everything``, choices with the same graph follow each other.
 
     :param job: the job
     :param everything: whether to return all combinations of graphs, cadences and wires. If false,
@@ -166,10 +167,11 @@ def predict(
     :param choice: graph, cadence and wire
     :param n: number of nodes
     :param epochs: number of epochs
-    :param period: mean period of an adaptive cadence; None: by its formula
+    :param period: mean period of an adaptive cadence; None: it is simulated
     :param per_tensor: count one global average per tensor, except for DistributedDataParallel
     :returns: the row; None if the graph doesn't exist for n nodes, or if graph, cadence and wire
         are incompatible with the job's algorithm
+    :raises JobError: if the machine names a GPU, and the update of the algorithm is not known
     """
     job = choice.job(what.job)
     try:
@@ -270,9 +272,10 @@ def table(
     :param machine: costs of the machine
     :param nodes: numbers of nodes
     :param epochs: number of epochs
-    :param period: mean period of an adaptive cadence; None: by its formula
+    :param period: mean period of an adaptive cadence; None: it is simulated
     :param per_tensor: count one global average per tensor, except for DistributedDataParallel
-    :raises JobError: if no graph fits the algorithm with one of these numbers of nodes
+    :raises JobError: if no graph fits the algorithm with one of these numbers of nodes, or if the
+        machine names a GPU, and the update of the algorithm is not known
     """
     every = choices(what.job, everything=True)
     rows = list[Prediction]()

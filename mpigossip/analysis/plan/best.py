@@ -1,4 +1,4 @@
-"""Propose graph, algorithm, period and wire for a network (`mpigossip plan --best`)."""
+"""Proposals of graph, algorithm, period and wire for a network (`mpigossip plan --best`)."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ WITHIN = 1.1
 class Proposal:
     """Proposal of a graph, an algorithm, a period and a wire.
 
-    With a higher ``level``, fewer bytes are sent, and the risk of a lower accuracy is higher.
+    With a higher ``level``, the risk of a lower accuracy is higher; all-reduce has the level 0.
     """
 
     label: str
@@ -50,6 +50,7 @@ class Proposal:
     job_settings: tuple[str, ...] = ()
     """Settings of the job that the proposal keeps, see :func:`_kept`."""
     row: Prediction | None = None
+    """Prediction of the proposal; None until it is made."""
     evidence: Evidence | None = None
     """The nearest measurement of what the method costs; None: not measured."""
 
@@ -66,7 +67,7 @@ class Proposal:
 
 
 def _ways(job: Job, n: int) -> Iterator[Proposal]:
-    """Yield all proposals by ascending risk; the caller adds the graph to their ``settings``."""
+    """Yield all proposals on n nodes; the caller adds the graph to their ``settings``."""
     always = ("cadence.name=always", "node.wire=fp32")
     averages = ("algorithm.average_state={}",) * bool(job.algorithm.average_state)
     reduce = ("algorithm.name=parallel", *averages, *always)
@@ -130,7 +131,7 @@ def _key(setting: str) -> str:
 
 
 def _whole_model(job: Job, cadence: str) -> tuple[str, ...]:
-    """Return settings that undo fragments and a delay of the job's own cadence.
+    """Return settings that undo fragments and a delay of the job's own cadence; () without any.
 
     :param job: the job
     :param cadence: name of the proposed cadence
@@ -296,7 +297,12 @@ def _conclusion(
 def as_json(
     proposals: Sequence[Proposal], left_out: dict[str, str], accept: Accept
 ) -> dict[str, Any]:
-    """Return the proposals, with their predictions and measured costs, as a dict for JSON."""
+    """Return the proposals, with their predictions and measured costs, as a dict for JSON.
+
+    :param proposals: proposals with their predictions
+    :param left_out: for each proposal that does not fit, by name, the reason
+    :param accept: largest acceptable cost in quality
+    """
     chosen = best(proposals, accept)
     rows = [
         {

@@ -86,6 +86,10 @@ def node_seconds(gpu: Gpu, slots: int, elements: int) -> float:
     """Return the seconds of averaging gradients over the slots of a node and gathering the model.
 
     The sums of the reduce-scatter overlap with its transfers, bucket by bucket.
+
+    :param gpu: rates of each slot's GPU
+    :param slots: number of slots of the node
+    :param elements: number of elements of the model
     """
     if slots == 1:
         return 0.0
@@ -114,7 +118,8 @@ def style_of(job: Job) -> str:
 def update_of(job: Job) -> Update:
     """Return the counts of the job's algorithm.
 
-    :raises JobError: if they were not counted
+    :param job: the job, whose algorithm, style and local step are the key in `UPDATES`
+    :raises JobError: if `UPDATES` has no such entry
     """
     key = job.algorithm.name, style_of(job), local_step(job)
     if key not in UPDATES:
@@ -128,20 +133,27 @@ def update_of(job: Job) -> Update:
 
 
 def update_seconds(gpu: Gpu, update: Update, slots: int, elements: int) -> float:
-    """Return the seconds of the update of each slot's shard."""
+    """Return the seconds of the update of each slot's shard.
+
+    :param gpu: rates of the GPU
+    :param update: counts of the step
+    :param slots: number of shards
+    :param elements: number of elements of the model
+    """
     nbytes = update.bytes_per_element * elements / slots
     return nbytes / (EFFICIENCY * gpu.memory_rate) + update.operations * LAUNCH_S
 
 
 def with_gpu(machine: Machine, job: Job, slots: int, elements: int, local: str) -> Machine:
-    """Return the machine with the times of a job's step on the GPUs that it names.
+    """Return the machine with the times of a job's step on the GPU that the machine names.
 
     :param machine: machine; unless it names a GPU, it is returned unchanged
     :param job: the job; its algorithm decides which bytes are moved
     :param slots: number of GPUs of a node
     :param elements: number of elements of the model
     :param local: name of the local step, with which all-reduce is timed
-    :raises JobError: if the steps of the algorithm were not counted
+    :raises JobError: if the time of the update was not given, and `UPDATES` has no entry for the
+        algorithm
     """
     if not machine.gpu:
         return machine

@@ -16,7 +16,7 @@ SHARE = 0.05
 ROUNDS = 10
 """Smallest number of rounds of each member. With fewer rounds, models are averaged too rarely."""
 RECORD = 600
-"""Approximate size of a record in bytes."""
+"""Assumed size of a record in bytes."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Advice:
     model: int
     """Bytes of a published model with its optimizer's state."""
     step_s: float
+    """Seconds of a step without reading."""
     rate: float
     """Bytes per second of the folder, for all members together."""
     steps: int
@@ -120,8 +121,8 @@ def advise(what: Subject, members: int, step_s: float, rate: float, epochs: floa
 def _max_members(advice: Advice) -> int:
     """Return the largest number of members for which each member has at least `ROUNDS` rounds.
 
-    The smallest H for M members is M H₁, where H₁ is the smallest H for one member. Each member
-    then has steps / (H₁ M²) rounds.
+    The result is at least 1. The smallest H for M members is M H₁, where H₁ is the smallest H for
+    one member. Each member then has steps / (H₁ M²) rounds.
     """
     minimum_per_member = (1 / SHARE - 1) * advice.model / advice.rate / advice.step_s
     return max(

@@ -229,6 +229,7 @@ def picture(
     :param nodes: numbers of nodes
     :param epochs: number of epochs
     :param out: file to write
+    :raises StoreError: if the file can't be written
     """
     from matplotlib.figure import Figure
 
