@@ -212,8 +212,7 @@ def size_in_bytes(text: str) -> int:
     """Parse a number of bytes from 1 to 10^15, such as 512, 1KB (1000 bytes) or 100MB.
 
     :param text: word of the command line
-    :raises ArgumentTypeError: if the number is outside
-    :raises ValueError: if the text is no number of bytes
+    :raises ArgumentTypeError: if the text is no such number
     """
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
     figure = text.upper()
@@ -222,7 +221,12 @@ def size_in_bytes(text: str) -> int:
         if figure.endswith(unit):
             figure = figure.removesuffix(unit)
             factor = value
-    return whole(f"{float(figure) * factor:.0f}")
+    try:
+        return whole(f"{float(figure) * factor:.0f}")
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f'"{text}": needs a number of bytes, such as 512, 1KB or 100MB'
+        ) from None
 
 
 def count_of_parameters(text: str) -> int:

@@ -97,12 +97,15 @@ def _ranks(text: str) -> int | str:
     """Parse a value of node.ranks_per_node.
 
     :param text: word of the command line
-    :raises ValueError: if the text is neither "host" nor "auto" nor a whole number of at least 1
+    :raises ArgumentTypeError: if the text is neither "host" nor "auto" nor a whole number of at
+        least 1
     """
     if text in ("host", "auto"):
         return text
-    if int(text) < 1:
-        raise ValueError(text)
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(
+            f'"{text}": must be "host", "auto" or a whole number of at least 1'
+        )
     return int(text)
 
 

@@ -7,9 +7,13 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
+import numpy as np
+
+from mpigossip.config.errors import JobError
 from mpigossip.config.limits import Positive
+from mpigossip.config.structure import structure
 from mpigossip.config.toml import near
 from mpigossip.config.user_code import is_user_code
 from mpigossip.graphs import classic, equitopo, exponential, finite_time
@@ -27,9 +31,9 @@ from mpigossip.graphs.weights import reweighted
 def _builder(name: str, build: Callable[..., Graph]) -> Callable[..., Graph]:
     """Return a builder that adds to ``build`` the steps that all graphs have in common.
 
-    The builder checks n, the seed and the names of the options, returns the graph of a single node
-    if n is 1, applies the option `slack`, and gives the graph its name. It raises GraphError if a
-    check fails.
+    The builder checks n, the seed, and the names and types of the options, returns the graph of a
+    single node if n is 1, applies the option `slack`, and gives the graph its name. It raises
+    GraphError if a check fails.
 
     :param name: name of the graph
     :param build: function (n, seed, option=…) that returns the graph for n > 1
@@ -39,6 +43,7 @@ def _builder(name: str, build: Callable[..., Graph]) -> Callable[..., Graph]:
     slack = inspect.Parameter("slack", kind, default=1.0, annotation=float)
     signature = build_signature.replace(parameters=[*build_signature.parameters.values(), slack])
     option_names = [p.name for p in signature.parameters.values() if p.kind is kind]
+    option_types = get_type_hints(build, include_extras=True) | {"slack": float}
 
     @functools.wraps(build)
     def builder(n: int, seed: int = 0, *, slack: float = 1.0, **options: object) -> Graph:
@@ -47,6 +52,12 @@ def _builder(name: str, build: Callable[..., Graph]) -> Callable[..., Graph]:
                 f'graph "{name}" has no option "{option}"; its options are '
                 f"{', '.join(option_names)}"
             )
+        for option, value in (options | {"slack": slack}).items():
+            number = value.item() if isinstance(value, np.generic) else value
+            try:
+                structure(number, option_types[option], option)
+            except JobError as error:
+                raise GraphError(f'graph "{name}": {error}') from None
         if isinstance(n, bool) or not hasattr(n, "__index__") or n < 1:
             raise GraphError(
                 f'graph "{name}" needs at least one node, got {n!r}; pass n, the number of nodes'
@@ -179,6 +190,10 @@ def _finished(
             f'graph "{result.name}" has {result.n} nodes, but {n} are needed; run on {result.n} '
             "nodes, or choose a graph by name"
         )
+    try:
+        structure(slack, float, "slack")
+    except JobError as error:
+        raise GraphError(f'graph "{result.name}": {error}') from None
     result = reweighted(result, weights) if weights is not None else result
     result = result.slack(slack)
     return result.lazy() if lazy else result

@@ -1158,6 +1158,8 @@ def _can_train(name: str) -> bool:
 
     After its local steps, such an algorithm averages one vector, the model, with one neighbour.
     """
+    if name not in BUILDERS:
+        return False
     implied = BuilderSpec.of(BUILDERS, name).implies
     if implied.get("cadence.name", "every") not in ("every", "always"):
         return False
@@ -1206,8 +1208,8 @@ MEMBERS: Table[Membership] = (
     (
         Rule(
             _cannot_train,
-            'algorithm.name = "{job.algorithm.name}" needs more than one model of one other member '
-            "per round",
+            'algorithm.name = "{job.algorithm.name}": members average one model with one other '
+            "member per round",
             "choose one of {fitting}",
         ),
     ),

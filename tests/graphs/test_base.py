@@ -184,9 +184,12 @@ def test_bad_matrices_are_rejected(matrices, message):
         (lambda: graph("ring"), "needs at least one node, got None"),
         (lambda: graph("ring", 4, seed=-1), "integer ≥ 0, got -1"),
         (lambda: graph("ring", 4, ordr="cyclic"), 'no option "ordr"; its options are slack'),
+        (lambda: graph("spanning-tree", 4, children=0), "children = 0: must be at least 1"),
+        (lambda: graph("torus", 4, rows="a"), 'rows = "a": needs a whole number'),
+        (lambda: graph("ring", 4, slack="a"), 'slack = "a": needs a number'),
         (
             lambda: graph("one-peer-exponential", 4, order="cycle"),
-            'order "cycle" is unknown; choose one of cyclic, permuted, uniform',
+            'order = "cycle": must be "cyclic", "permuted" or "uniform"',
         ),
         (
             lambda: graph("hypercube", 6),

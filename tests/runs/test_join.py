@@ -292,6 +292,7 @@ def test_replay_detects_a_changed_record(tmp_path):
     [
         (["algorithm.name=dmsgd"], "dsgd.*noloco"),
         (["algorithm.name=diloco"], "one of dsgd, dmsgd-vanilla, noloco, gasloc$"),
+        (["algorithm.name=my_module:my_algorithm"], "members average one model.*one of dsgd"),
         (["cadence.name=gossip-pga"], 'cadence.name = "every"'),
         (["algorithm.style=awc"], 'need algorithm.style = "atc"'),
         (["node.wire=bf16"], 'members need "fp32"'),

@@ -578,7 +578,7 @@ def mutant(place: Place, w):
 
     try:
         text, good = stress(place, w, "auto", forget, 20)
-        result = text, not good
+        result = text, None if good is None else not good
     except RuntimeError as error:
         result = str(error)[:120], "nothing stands between them" in str(error)
     print_result(result, w)

@@ -424,7 +424,7 @@ def headers(data: bytes) -> Iterator[tuple[int, int]]:
             if lookup3(data[at:end]) == int.from_bytes(data[end : end + 4], "little"):
                 yield at, end
     if data[8] in (2, 3):
-        yield 8, 44
+        yield 0, 44
 
 
 def _object_end(data: bytes, at: int) -> int:
