@@ -600,6 +600,23 @@ SMALL_GPT = "gpt of 0.07 M"
 LARGER_GPT = "gpt of 0.36 M"
 
 
+MOMENTS = {
+    "one-peer, v every 16": (1 + 1 / 16, f"{ONE_PEER} algorithm.average_state={{second=16}}"),
+    "one-peer, m and v every step": (
+        3.0,
+        f"{ONE_PEER} algorithm.average_state={{first=1,second=1}}",
+    ),
+    "exact averages of x, and v every step": (
+        3.5,
+        f"{EXCHANGES['exact averages'][1]} algorithm.average_state={{second=1}}",
+    ),
+}
+"""Exchanges that average AdamW's moments, too, in the form of `EXCHANGES`.
+
+m is the running mean of the gradient ("first"), and v that of its square ("second"). They are
+averaged along the same graph as the models, or over all nodes if the models are."""
+
+
 def method_label(optimizer: str, exchange: str) -> str:
     """Return the label of a method: its optimizer and its exchange."""
     return f"{optimizer}, {exchange}"
@@ -686,6 +703,26 @@ def optimizers() -> Iterator[Cell]:
         yield Cell("optimizers", 8, labels, methods, own, rates, {"best": 1.0}, metric="loss")
 
 
+def moments() -> Iterator[Cell]:
+    """Yield the cell that averages AdamW's moments, too, with the settings of `optimizers`.
+
+    The methods without averaged moments are in the study "optimizers".
+    """
+    yield Cell(
+        "moments",
+        8,
+        {"model": SMALL_GPT},
+        {
+            method_label("AdamW", exchange): f"{options} {OPTIMIZERS['AdamW']}"
+            for exchange, (_, options) in MOMENTS.items()
+        },
+        (*EIGHT, *SIZES[SMALL_GPT][1]),
+        (0.006, 0.012, 0.024),
+        {"best": 1.0},
+        metric="loss",
+    )
+
+
 def larger_model() -> Iterator[Cell]:
     """Yield the cell that compares the best methods of `optimizers` with a larger model."""
     cell = Cell(
@@ -762,6 +799,7 @@ STUDIES = {
     "time": steps_to_goal,
     "diloco": diloco,
     "optimizers": optimizers,
+    "moments": moments,
     "qsr": qsr,
     "outer": outer_steps,
     "finalists": larger_model,

@@ -6,12 +6,14 @@ python jobs/claims/verdicts.py --write    # puts the tables into RESULTS.md
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from designs import (
     EXCHANGES,
     LARGER_GPT,
+    MOMENTS,
     OUTER_PERIODS,
     SEEDS,
     SMALL_GPT,
@@ -29,10 +31,17 @@ from stored import Line, finals
 
 from mpigossip.studies.search import FURTHER
 
-NAMES = ("optimizers", "qsr", "outer", "finalists")
+NAMES = ("optimizers", "moments", "qsr", "outer", "finalists")
 """Studies of these tables, in the order in which they are run."""
+SENT = {exchange: vectors for exchange, (vectors, _) in (EXCHANGES | MOMENTS).items()}
+"""Vectors that a node sends per step on 8 nodes, by the name of the exchange."""
 CLOSE = 2.0
 """Largest percentage above all-reduce at which a method of few vectors counts as close."""
+
+REFERENCES = {"moments": "optimizers"}
+"""Study that contains the runs of all-reduce, by the study whose methods are compared with it.
+
+A study that is not listed contains them itself."""
 
 BySeed = dict[int, float]
 """One value for each seed."""
@@ -76,6 +85,22 @@ def results(runs: Sequence[Line], cell: Cell, method: str) -> BySeed:
     return {s: r["figures"][cell.metric] for s, r in sorted(by_seed.items()) if r["figures"]}
 
 
+def gap(runs: Sequence[Line], study: str, model: str, optimizer: str, exchange: str) -> BySeed:
+    """Return by seed the percentage by which a loss exceeds that of all-reduce, on 8 nodes.
+
+    :param runs: all stored runs
+    :param study: study of the method, "optimizers", "moments" or "finalists"
+    :param model: label of the model
+    :param optimizer: optimizer of both, a key of `OPTIMIZERS`
+    :param exchange: exchange of the method, a key of `SENT`
+    """
+    method = method_label(optimizer, exchange)
+    reference = method_label(optimizer, "all-reduce")
+    own = results(runs, cell_of(study, 8, model, method), method)
+    base = results(runs, cell_of(REFERENCES.get(study, study), 8, model, reference), reference)
+    return excess(own, base)
+
+
 def excess(values: BySeed, base: BySeed) -> BySeed:
     """Return by seed the percentage by which a value exceeds the value of ``base``."""
     return {s: 100 * (values[s] / base[s] - 1) for s in values if s in base}
@@ -97,13 +122,7 @@ def exchange_claims(runs: Sequence[Line], study: str, model: str) -> list[Claim]
     def needs(*methods: str) -> list[tuple[Cell, str]]:
         return [(cell_of(study, 8, model, method), method) for method in methods]
 
-    def gap(optimizer: str, exchange: str) -> BySeed:
-        own, base = (
-            results(runs, *needs(method_label(optimizer, name))[0])
-            for name in (exchange, "all-reduce")
-        )
-        return excess(own, base)
-
+    behind = partial(gap, runs, study, model)
     few = few_vectors(runs)
     method = few and method_label("Muon", few)
     all_reduce = {name: method_label(name, "all-reduce") for name in ("AdamW", "Muon")}
@@ -113,13 +132,13 @@ def exchange_claims(runs: Sequence[Line], study: str, model: str) -> list[Claim]
     claims = [
         Claim(
             f"{model}, Muon: exact averages within {WITHIN:g} % of all-reduce",
-            gap("Muon", "exact averages"),
+            behind("Muon", "exact averages"),
             needs(all_reduce["Muon"], exact["Muon"]),
             WITHIN,
         ),
         Claim(
             f"{model}: one-peer's gap with Muon at most two thirds of that with AdamW",
-            combined(2 / 3, gap("AdamW", "one-peer"), -1, gap("Muon", "one-peer")),
+            combined(2 / 3, behind("AdamW", "one-peer"), -1, behind("Muon", "one-peer")),
             needs(*all_reduce.values(), *one_peer.values()),
         ),
         Claim(
@@ -129,15 +148,25 @@ def exchange_claims(runs: Sequence[Line], study: str, model: str) -> list[Claim]
         ),
         Claim(
             f"{model}, Muon: {few or 'a method of few vectors'} within {CLOSE:g} % of all-reduce",
-            {s: CLOSE - v for s, v in gap("Muon", few).items()} if few else {},
+            {s: CLOSE - v for s, v in behind("Muon", few).items()} if few else {},
             needs(all_reduce["Muon"], *([method] if method else [])),
         ),
     ]
     if study == "optimizers":
-        half = combined(1 / 2, gap("AdamW", "one-peer"), -1, gap("AdamW", "exact averages"))
-        methods = (all_reduce["AdamW"], one_peer["AdamW"], exact["AdamW"])
-        title = f"{model}, AdamW: exact averages close at least half of one-peer's gap"
-        claims.append(Claim(title, half, needs(*methods)))
+        exchanges = {
+            "exact averages": "exact averages close",
+            "one-peer, v every 16": "averaging v every 16 steps closes",
+            "one-peer, m and v every step": "averaging m and v every step closes",
+        }
+        base = needs(all_reduce["AdamW"], one_peer["AdamW"])
+        for exchange, words in exchanges.items():
+            own_study = "moments" if exchange in MOMENTS else study
+            method = method_label("AdamW", exchange)
+            closed = gap(runs, own_study, model, "AdamW", exchange)
+            half = combined(1 / 2, behind("AdamW", "one-peer"), -1, closed)
+            title = f"{model}, AdamW: {words} at least half of one-peer's gap"
+            own = cell_of(own_study, 8, model, method), method
+            claims.append(Claim(title, half, [*base, own]))
     return claims
 
 
@@ -239,16 +268,14 @@ def method_lines(runs: Sequence[Line]) -> list[str]:
                 continue
             by_seed = results(runs, cell, method)
             optimizer, _, exchange = method.partition(", ")
-            sent = f"{EXCHANGES[exchange][0]:.3g}" if exchange in EXCHANGES else ""
+            sent = f"{SENT[exchange]:.3g}" if exchange in SENT else ""
             mean = above = ""
             if by_seed:
                 mean = f"{np.mean([*by_seed.values()]):.4f}"
-            if len(by_seed) == len(SEEDS) and exchange in EXCHANGES:
-                base = method_label(optimizer, "all-reduce")
-                base_cell = cell_of(cell.study, cell.nodes, cell.labels["model"], base)
-                values = [*excess(by_seed, results(runs, base_cell, base)).values()]
+            if len(by_seed) == len(SEEDS) and exchange in SENT:
+                values = gap(runs, cell.study, cell.labels["model"], optimizer, exchange)
                 if exchange != "all-reduce" and len(values) == len(SEEDS):
-                    above = format_interval(of_values(values))
+                    above = format_interval(of_values([*values.values()]))
             name = f"{cell.labels['model']}, n = {cell.nodes}, {method}"
             search = searched_text(runs, cell, method)
             count = f"{len(by_seed)} of {len(SEEDS)}"
