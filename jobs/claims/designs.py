@@ -613,8 +613,8 @@ MOMENTS = {
 }
 """Exchanges that average AdamW's moments, too, in the form of `EXCHANGES`.
 
-m is the running mean of the gradient ("first"), and v that of its square ("second"). They are
-averaged along the same graph as the models, or over all nodes if the models are."""
+m is the running mean of the gradient ("first"), and v the running mean of its square ("second").
+They are averaged along the same graph as the models, or over all nodes if the models are."""
 
 
 def method_label(optimizer: str, exchange: str) -> str:
@@ -865,7 +865,7 @@ def mixing_runs(runs: Sequence[dict[str, Any]]) -> Iterator[Turn]:
 def growing() -> Iterator[Cell]:
     """Yield the cell that changes the weight of mixing during the training.
 
-    The settings are those of the study "gap", which contains the runs of parallel SGD.
+    The settings equal the settings of the study "gap", which contains the runs of parallel SGD.
     """
     settings = (*CIFAR, *LENET, "data.batch=16")
     labels = {"model": "lenet", "batch": "16"}

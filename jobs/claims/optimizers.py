@@ -94,7 +94,7 @@ def results(runs: Sequence[Line], cell: Cell, method: str) -> BySeed:
 
 
 def gap(runs: Sequence[Line], cell: Cell, method: str) -> BySeed:
-    """Return by seed the percentage by which a loss exceeds that of all-reduce.
+    """Return by seed the percentage by which a loss exceeds the loss of all-reduce.
 
     All-reduce has the same optimizer, model and number of nodes.
 

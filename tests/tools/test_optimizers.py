@@ -163,9 +163,9 @@ def test_the_best_finalist_is_run_on_more_nodes(runs):
     lines = [r for r in runs if r["study"] == "more-nodes"]
     methods = "Muon, all-reduce", "Muon, exact averages"
     assert designs.best_finalist(runs) == methods[1]
-    found = {(r["nodes"], r["method"], r["lr"], r["seed"]) for r in lines}
-    assert found == {(32, method, 0.024, seed) for method in methods for seed in (1, 2)}
-    assert len(lines) == len(found) and all("data.batch=1" in r["settings"] for r in lines)
+    settings = {(r["nodes"], r["method"], r["lr"], r["seed"]) for r in lines}
+    assert settings == {(32, method, 0.024, seed) for method in methods for seed in (1, 2)}
+    assert len(lines) == len(settings) and all("data.batch=1" in r["settings"] for r in lines)
     page = optimizers.page(runs).splitlines()
     row = next(r for r in page if "n = 32, Muon, exact averages" in r)
     assert [*map(str.strip, row.split("|"))][2::2] == ["", "2 of 2", "0.20, 0.20"]
