@@ -600,6 +600,23 @@ SMALL_GPT = "gpt of 0.07 M"
 LARGER_GPT = "gpt of 0.36 M"
 
 
+MOMENTS = {
+    "one-peer, v every 16": (1 + 1 / 16, f"{ONE_PEER} algorithm.average_state={{second=16}}"),
+    "one-peer, m and v every step": (
+        3.0,
+        f"{ONE_PEER} algorithm.average_state={{first=1,second=1}}",
+    ),
+    "exact averages of x, and v every step": (
+        3.5,
+        f"{EXCHANGES['exact averages'][1]} algorithm.average_state={{second=1}}",
+    ),
+}
+"""Exchanges that average AdamW's moments, too, in the form of `EXCHANGES`.
+
+m is the running mean of the gradient ("first"), and v the running mean of its square ("second").
+They are averaged along the same graph as the models, or over all nodes if the models are."""
+
+
 def method_label(optimizer: str, exchange: str) -> str:
     """Return the label of a method: its optimizer and its exchange."""
     return f"{optimizer}, {exchange}"
@@ -651,6 +668,15 @@ def few_vectors(runs: Sequence[dict[str, Any]]) -> str | None:
     return min(few, key=lambda exchange: lowest[method_label("Muon", exchange)])
 
 
+def finalist_labels(few: str) -> list[str]:
+    """Return the labels of the four finalists.
+
+    :param few: result of `few_vectors`
+    """
+    chosen = [method_label(optimizer, "one-peer") for optimizer in OPTIMIZERS]
+    return [*chosen, method_label("Muon", "exact averages"), method_label("Muon", few)]
+
+
 def finalist_runs(cell: Cell, runs: Sequence[dict[str, Any]]) -> Iterator[Turn]:
     """Yield the runs of the larger model: two references and four finalists.
 
@@ -661,8 +687,8 @@ def finalist_runs(cell: Cell, runs: Sequence[dict[str, Any]]) -> Iterator[Turn]:
     few = few_vectors(runs)
     if few is None:
         return
-    chosen = [method_label(o, e) for e, o in product(("all-reduce", "one-peer"), OPTIMIZERS)]
-    chosen += [method_label("Muon", "exact averages"), method_label("Muon", few)]
+    chosen = [method_label(optimizer, "all-reduce") for optimizer in OPTIMIZERS]
+    chosen += finalist_labels(few)
     best = dict[str, float]()
     for method in chosen:
         rates = searched_rates(cell, method, runs)
@@ -686,6 +712,26 @@ def optimizers() -> Iterator[Cell]:
         yield Cell("optimizers", 8, labels, methods, own, rates, {"best": 1.0}, metric="loss")
 
 
+def moments() -> Iterator[Cell]:
+    """Yield the cell that averages AdamW's moments, too, with the settings of `optimizers`.
+
+    The methods without averaged moments are in the study "optimizers".
+    """
+    yield Cell(
+        "moments",
+        8,
+        {"model": SMALL_GPT},
+        {
+            method_label("AdamW", exchange): f"{options} {OPTIMIZERS['AdamW']}"
+            for exchange, (_, options) in MOMENTS.items()
+        },
+        (*EIGHT, *SIZES[SMALL_GPT][1]),
+        (0.006, 0.012, 0.024),
+        {"best": 1.0},
+        metric="loss",
+    )
+
+
 def larger_model() -> Iterator[Cell]:
     """Yield the cell that compares the best methods of `optimizers` with a larger model."""
     cell = Cell(
@@ -699,6 +745,73 @@ def larger_model() -> Iterator[Cell]:
         metric="loss",
     )
     yield cell._replace(order=partial(finalist_runs, cell))
+
+
+def best_finalist(runs: Sequence[dict[str, Any]]) -> str | None:
+    """Return the label of the finalist with the lowest mean loss of the larger model.
+
+    :param runs: all finished runs, in the form of `stored.Line`
+    :return: label of the method; None if a run of a finalist with one of `SEEDS` is missing
+    """
+    few = few_vectors(runs)
+    if few is None:
+        return None
+    means = dict[str, float]()
+    for method in finalist_labels(few):
+        losses_of_seeds = {
+            r["seed"]: r["figures"].get("loss", inf)
+            for r in runs
+            if (r["study"], r["method"], r["level"]) == ("finalists", method, "best")
+        }
+        if {*losses_of_seeds} != {*SEEDS}:
+            return None
+        means[method] = sum(losses_of_seeds.values()) / len(SEEDS)
+    return min(means, key=means.__getitem__)
+
+
+GIVEN = "given"
+"""Label of the level of runs whose learning rate is given, so that it is not searched."""
+FEW_SEEDS = SEEDS[:2]
+"""Seeds of the runs with more nodes, which have no verdict."""
+
+
+def more_nodes_runs(runs: Sequence[dict[str, Any]]) -> Iterator[Turn]:
+    """Yield the runs of the best finalist, and of all-reduce with its optimizer, on more nodes.
+
+    Each method has the best learning rate that its search with 8 nodes found. Nothing is yielded
+    before all finalists are finished.
+    """
+    best = best_finalist(runs)
+    if best is None:
+        return
+    reference = method_label(best.partition(", ")[0], "all-reduce")
+    rates = dict[str, float]()
+    for cell in optimizers():
+        for method in {reference, best} & {*cell.methods}:
+            trials = [*search_runs(cell, method, runs).values()]
+            rates[method] = best_rate(trials, cell.metric)
+    for seed, method in product(FEW_SEEDS, (reference, best)):
+        yield method, GIVEN, rates[method], seed
+
+
+def more_nodes() -> Iterator[Cell]:
+    """Yield the cell that runs the best finalist on 32 nodes, with the same total batch as on 8.
+
+    Two rounds per step are left out, because they are no finalist, and their period is another one
+    on 32 nodes.
+    """
+    exchanges = [exchange for exchange in EXCHANGES if exchange != "two rounds"]
+    yield Cell(
+        "more-nodes",
+        32,
+        {"model": SMALL_GPT},
+        methods_by_label(exchanges),
+        (*EIGHT, *SIZES[SMALL_GPT][1], "data.batch=1"),
+        (),
+        {GIVEN: 1.0},
+        more_nodes_runs,
+        metric="loss",
+    )
 
 
 QSR_EXCHANGES = {SMALL_GPT: 82, "lenet": 81}
@@ -726,6 +839,38 @@ def qsr() -> Iterator[Cell]:
             "constant": f"algorithm.name=dsgd cadence.name=evenly cadence.count={count}",
         }
         yield Cell("qsr", 8, {"model": model}, methods, own, rates, {"best": 1.0}, metric=metric)
+
+
+GAP_RATE = 0.05
+"""Learning rate at which one-peer is less accurate than parallel SGD in the study "gap", with LeNet
+on 16 nodes and batches of 16 samples."""
+GOSSIP = "algorithm.name=dsgd local.name=momentum graph.name=one-peer-exponential"
+MIXING = {
+    "constant γ": GOSSIP,
+    "growing γ": f"{GOSSIP} algorithm.blend=0.5 algorithm.blend_end=1.0",
+    "falling γ": f"{GOSSIP} algorithm.blend=1.0 algorithm.blend_end=0.0 "
+    "algorithm.blend_shape=cosine",
+}
+"""Settings of methods with a weight of mixing γ: x ← (1 − γ) x + γ W x.
+
+γ is 1, or grows from 0.5 to 1, or falls from 1 to 0 as the learning rate does."""
+
+
+def mixing_runs(runs: Sequence[dict[str, Any]]) -> Iterator[Turn]:
+    """Yield the runs of each method of `MIXING`, all at the same learning rate."""
+    for seed, method in product(SEEDS, MIXING):
+        yield method, GIVEN, GAP_RATE, seed
+
+
+def growing() -> Iterator[Cell]:
+    """Yield the cell that changes the weight of mixing during the training.
+
+    The settings equal the settings of the study "gap", which contains the runs of parallel SGD.
+    """
+    settings = (*CIFAR, *LENET, "data.batch=16")
+    labels = {"model": "lenet", "batch": "16"}
+    levels = {GIVEN: 1.0}
+    yield Cell("growing", 16, labels, MIXING, settings, (GAP_RATE,), levels, mixing_runs)
 
 
 OUTER_PERIODS = (16, 64)
@@ -762,7 +907,10 @@ STUDIES = {
     "time": steps_to_goal,
     "diloco": diloco,
     "optimizers": optimizers,
+    "moments": moments,
     "qsr": qsr,
+    "growing": growing,
     "outer": outer_steps,
     "finalists": larger_model,
+    "more-nodes": more_nodes,
 }

@@ -1,4 +1,4 @@
-"""Tables on AdamW and Muon with several exchanges, on QSR, and on outer steps on one node.
+"""Tables on AdamW and Muon with several exchanges, on QSR, on γ, and on outer steps on one node.
 
 python jobs/claims/verdicts.py --write    # puts the tables into RESULTS.md
 """
@@ -11,7 +11,11 @@ from typing import NamedTuple
 import numpy as np
 from designs import (
     EXCHANGES,
+    FEW_SEEDS,
+    GAP_RATE,
+    GIVEN,
     LARGER_GPT,
+    MOMENTS,
     OUTER_PERIODS,
     SEEDS,
     SMALL_GPT,
@@ -21,6 +25,7 @@ from designs import (
     best_rate,
     few_vectors,
     method_label,
+    reported_runs,
     search_runs,
     searched_rates,
 )
@@ -29,10 +34,19 @@ from stored import Line, finals
 
 from mpigossip.studies.search import FURTHER
 
-NAMES = ("optimizers", "qsr", "outer", "finalists")
+NAMES = ("optimizers", "moments", "qsr", "growing", "outer", "finalists", "more-nodes")
 """Studies of these tables, in the order in which they are run."""
+SENT = {exchange: vectors for exchange, (vectors, _) in (EXCHANGES | MOMENTS).items()}
+"""Vectors that a node sends per step on 8 nodes, by the name of the exchange."""
 CLOSE = 2.0
 """Largest percentage above all-reduce at which a method of few vectors counts as close."""
+HALF_A_POINT = 0.5
+"""Largest number of percentage points by which γ that changes may be behind parallel SGD."""
+
+REFERENCES = {"moments": "optimizers"}
+"""Study that contains the runs of all-reduce, by the study whose methods are compared with it.
+
+A study that is not listed contains them itself."""
 
 BySeed = dict[int, float]
 """One value for each seed."""
@@ -75,8 +89,26 @@ def results(runs: Sequence[Line], cell: Cell, method: str) -> BySeed:
     :param cell: cell that contains the method
     :param method: label of the method
     """
-    by_seed = finals(runs, cell, method, "best")
+    if GIVEN in cell.levels:
+        by_seed = {r["seed"]: r for r in stored_of(runs, cell, method)}
+    else:
+        by_seed = finals(runs, cell, method, "best")
     return {s: r["figures"][cell.metric] for s, r in sorted(by_seed.items()) if r["figures"]}
+
+
+def gap(runs: Sequence[Line], cell: Cell, method: str) -> BySeed:
+    """Return by seed the percentage by which a loss exceeds the loss of all-reduce.
+
+    All-reduce has the same optimizer, model and number of nodes.
+
+    :param runs: all stored runs
+    :param cell: cell that contains the method
+    :param method: label of the method, its optimizer and its exchange
+    """
+    reference = method_label(method.partition(", ")[0], "all-reduce")
+    study = REFERENCES.get(cell.study, cell.study)
+    base = cell_of(study, cell.nodes, cell.labels["model"], reference)
+    return excess(results(runs, cell, method), results(runs, base, reference))
 
 
 def excess(values: BySeed, base: BySeed) -> BySeed:
@@ -100,12 +132,8 @@ def exchange_claims(runs: Sequence[Line], study: str, model: str) -> list[Claim]
     def needs(*methods: str) -> list[tuple[Cell, str]]:
         return [(cell_of(study, 8, model, method), method) for method in methods]
 
-    def gap(optimizer: str, exchange: str) -> BySeed:
-        own, base = (
-            results(runs, *needs(method_label(optimizer, name))[0])
-            for name in (exchange, "all-reduce")
-        )
-        return excess(own, base)
+    def behind(optimizer: str, exchange: str) -> BySeed:
+        return gap(runs, *needs(method_label(optimizer, exchange))[0])
 
     few = few_vectors(runs)
     method = few and method_label("Muon", few)
@@ -116,13 +144,13 @@ def exchange_claims(runs: Sequence[Line], study: str, model: str) -> list[Claim]
     claims = [
         Claim(
             f"{model}, Muon: exact averages within {WITHIN:g} % of all-reduce",
-            gap("Muon", "exact averages"),
+            behind("Muon", "exact averages"),
             needs(all_reduce["Muon"], exact["Muon"]),
             WITHIN,
         ),
         Claim(
             f"{model}: one-peer's gap with Muon at most two thirds of that with AdamW",
-            combined(2 / 3, gap("AdamW", "one-peer"), -1, gap("Muon", "one-peer")),
+            combined(2 / 3, behind("AdamW", "one-peer"), -1, behind("Muon", "one-peer")),
             needs(*all_reduce.values(), *one_peer.values()),
         ),
         Claim(
@@ -132,20 +160,32 @@ def exchange_claims(runs: Sequence[Line], study: str, model: str) -> list[Claim]
         ),
         Claim(
             f"{model}, Muon: {few or 'a method of few vectors'} within {CLOSE:g} % of all-reduce",
-            {s: CLOSE - v for s, v in gap("Muon", few).items()} if few else {},
+            {s: CLOSE - v for s, v in behind("Muon", few).items()} if few else {},
             needs(all_reduce["Muon"], *([method] if method else [])),
         ),
     ]
     if study == "optimizers":
-        half = combined(1 / 2, gap("AdamW", "one-peer"), -1, gap("AdamW", "exact averages"))
-        methods = (all_reduce["AdamW"], one_peer["AdamW"], exact["AdamW"])
-        title = f"{model}, AdamW: exact averages close at least half of one-peer's gap"
-        claims.append(Claim(title, half, needs(*methods)))
+        exchanges = {
+            "exact averages": "exact averages close",
+            "one-peer, v every 16": "averaging v every 16 steps closes",
+            "one-peer, m and v every step": "averaging m and v every step closes",
+        }
+        base = needs(all_reduce["AdamW"], one_peer["AdamW"])
+        for exchange, words in exchanges.items():
+            method = method_label("AdamW", exchange)
+            own_study = "moments" if exchange in MOMENTS else study
+            own = cell_of(own_study, 8, model, method), method
+            half = combined(1 / 2, behind("AdamW", "one-peer"), -1, gap(runs, *own))
+            title = f"{model}, AdamW: {words} at least half of one-peer's gap"
+            claims.append(Claim(title, half, [*base, own]))
     return claims
 
 
 def other_claims(runs: Sequence[Line]) -> list[Claim]:
-    """Return the claims on QSR and on outer steps; a positive value speaks for the first method."""
+    """Return the claims on QSR, on the weight of mixing, and on outer steps.
+
+    A positive value speaks for the first method.
+    """
     claims = []
     for cell in STUDIES["qsr"]():
         qsr, constant = (results(runs, cell, method) for method in ("QSR", "constant"))
@@ -155,6 +195,21 @@ def other_claims(runs: Sequence[Line]) -> list[Claim]:
         else:
             ahead = combined(100, qsr, -100, constant)
         claims.append(Claim(title, ahead, [(cell, method) for method in cell.methods]))
+    for cell in STUDIES["growing"]():
+        parallel = {
+            seed: run["figures"]["accuracy"]
+            for seed, run in reported_runs(
+                runs, cell.nodes, cell.labels, "parallel", GAP_RATE
+            ).items()
+        }
+        for method in ("growing γ", "falling γ"):
+            ahead = combined(100, results(runs, cell, method), -100, parallel)
+            near = {seed: HALF_A_POINT + value for seed, value in ahead.items()}
+            title = (
+                f"{cell.labels['model']}, n = {cell.nodes}: {method} at most {HALF_A_POINT:g} "
+                "points behind parallel"
+            )
+            claims.append(Claim(title, near, [(cell, method)]))
     for period in OUTER_PERIODS:
         method = f"H = {period}"
         both = [(cell_of("outer", nodes, SMALL_GPT, method), method) for nodes in (8, 1)]
@@ -188,9 +243,17 @@ def stored_of(runs: Sequence[Line], cell: Cell, method: str) -> list[Line]:
     return [run for run in runs if tuple(run[name] for name in names) == key]
 
 
+def seeds_of(cell: Cell) -> tuple[int, ...]:
+    """Return the seeds with which each method of a cell is run, without the seed of the search."""
+    return FEW_SEEDS if cell.study == "more-nodes" else SEEDS
+
+
 def begun(runs: Sequence[Line], claim: Claim) -> str:
     """Return a text on an unfinished claim: the number of its stored runs, and of all its runs."""
-    wanted = sum(len(searched_rates(*need, runs)) + len(SEEDS) for need in claim.needs)
+    wanted = sum(
+        len(seeds_of(cell)) + (0 if GIVEN in cell.levels else len(searched_rates(cell, m, runs)))
+        for cell, m in claim.needs
+    )
     count = sum(len(stored_of(runs, *need)) for need in claim.needs)
     return f"begun: {count} of {wanted} runs" if count else f"not run: {wanted} runs"
 
@@ -230,7 +293,10 @@ def searched_text(runs: Sequence[Line], cell: Cell, method: str) -> str:
 
 
 def method_lines(runs: Sequence[Line]) -> list[str]:
-    """Return the table of all methods with stored runs, in Markdown."""
+    """Return the table of all methods with stored runs, in Markdown.
+
+    Methods with fewer seeds than a verdict needs have the value of each seed in the last column.
+    """
     lines = [
         "| method | vectors per step | search, one seed | seeds | loss or accuracy "
         "| above all-reduce, % |",
@@ -241,20 +307,21 @@ def method_lines(runs: Sequence[Line]) -> list[str]:
             if not stored_of(runs, cell, method):
                 continue
             by_seed = results(runs, cell, method)
-            optimizer, _, exchange = method.partition(", ")
-            sent = f"{EXCHANGES[exchange][0]:.3g}" if exchange in EXCHANGES else ""
+            exchange = method.partition(", ")[2]
+            on_eight = cell.nodes == 8 and exchange in SENT
+            sent = f"{SENT[exchange]:.3g}" if on_eight else ""
             mean = above = ""
             if by_seed:
                 mean = f"{np.mean([*by_seed.values()]):.4f}"
-            if len(by_seed) == len(SEEDS) and exchange in EXCHANGES:
-                base = method_label(optimizer, "all-reduce")
-                base_cell = cell_of(cell.study, cell.nodes, cell.labels["model"], base)
-                values = [*excess(by_seed, results(runs, base_cell, base)).values()]
-                if exchange != "all-reduce" and len(values) == len(SEEDS):
+            if exchange in SENT and exchange != "all-reduce":
+                values = [*gap(runs, cell, method).values()]
+                if len(values) == len(SEEDS):
                     above = format_interval(of_values(values))
+                elif len(values) == len(seeds_of(cell)):
+                    above = ", ".join(f"{value:.2f}" for value in values)
             name = f"{cell.labels['model']}, n = {cell.nodes}, {method}"
             search = searched_text(runs, cell, method)
-            count = f"{len(by_seed)} of {len(SEEDS)}"
+            count = f"{len(by_seed)} of {len(seeds_of(cell))}"
             lines.append(f"| {name} | {sent} | {search} | {count} | {mean} | {above} |")
     return lines
 
