@@ -38,6 +38,10 @@ def test_two_members_of_two_ranks_and_their_replay(tmp_path, kind):
     assert once == dict.fromkeys(range(in_member.CHUNKS), 1)
     again = mpirun(2, program(folder, kind, "replay"), 90, warm=False)
     assert sums(again) == results[:2] and "every digest is equal" in again.stderr
+    # DDP computes the same mean over two ranks, and divides its model like the recorded ranks.
+    other = {"fsdp": "ddp", "ddp": "fsdp"}[kind]
+    again = mpirun(2, program(folder, other, "replay"), 90, warm=False)
+    assert sums(again) == results[:2] and "every digest is equal" in again.stderr
     alone = mpirun(0, program(folder, "plain", "replay"), 60, warm=False)
     assert "ranks 2, here 1" in alone.stderr
 
