@@ -15,7 +15,7 @@ import os
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import accumulate
 from math import prod
@@ -87,6 +87,50 @@ class DamagedPart(StoreError):
     """Error of a file whose bytes are not the bytes that were written to it."""
 
 
+class OpenFile:
+    """Descriptor of an existing file whose bytes are written; it is opened when it is needed.
+
+    The file stays open between two pieces, because a network file system flushes a file when it is
+    closed.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+
+    def put(self, path: Path, offset: int, data: memoryview) -> None:
+        """Write bytes. After an error, the next call opens the file again.
+
+        :param path: path of the file
+        :param offset: offset of the first byte in the file
+        :param data: bytes to write
+        :raises StoreError: if the file can't be opened or written
+        """
+        with writing(path):
+            try:
+                if self._descriptor is None:
+                    flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+                    self._descriptor = os.open(path, flags)
+                _write_all(self._descriptor, data, offset)
+            except BaseException:
+                with suppress(OSError):
+                    self.close()
+                raise
+
+    def close(self) -> None:
+        """Close the file, if it is open.
+
+        :raises OSError: if bytes could not be written
+        """
+        descriptor = self._descriptor
+        self._descriptor = None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        with suppress(OSError):
+            self.close()
+
+
 class WrittenPart(NamedTuple):
     """File that was written, but is not on stable storage yet."""
 
@@ -101,6 +145,8 @@ class WrittenPart(NamedTuple):
     is_intact: bool
     """True if no operation has failed. Otherwise, the file system may have lost bytes, and reports
     this only once: only a :meth:`copy` may be used, because a second fsync would succeed."""
+    file: OpenFile
+    """Descriptor of the file, which :meth:`entry` and :meth:`copy` close."""
 
     def entry(self) -> Entry:
         """Flush the file to stable storage, and compare its bytes; return its entry.
@@ -110,6 +156,7 @@ class WrittenPart(NamedTuple):
         :raises OSError: if the file can't be flushed or read
         :raises DamagedPart: if its bytes are not the bytes that were written
         """
+        self.file.close()
         sync(self.path)
         with self.path.open("rb") as file:
             descriptor = file.fileno()
@@ -132,6 +179,8 @@ class WrittenPart(NamedTuple):
         :raises OSError: if reading or writing fails
         :raises DamagedPart: if the bytes of this file are not the bytes that were written
         """
+        with suppress(OSError):  # All bytes are compared below.
+            self.file.close()
         block = memoryview(bytearray(1 << 22))
         with self.path.open("rb") as source, os.fdopen(new(path), "wb") as target:
             for span in self.spans:
@@ -176,6 +225,24 @@ def write(
         repeat it; None: each operation is called once
     :raises StoreError: if writing fails
     """
+    file = OpenFile()
+    try:
+        return _write(path, node, slot, source, attempt, file)
+    except BaseException:
+        with suppress(OSError):
+            file.close()
+        raise
+
+
+def _write(
+    path: Path,
+    node: int,
+    slot: int,
+    source: PartSource,
+    attempt: Callable[[Callable[[Path], Any]], Any] | None,
+    file: OpenFile,
+) -> WrittenPart:
+    """Write a part of a model like :func:`write`, with a descriptor that stays open."""
     problem: Exception | None = None
     is_intact = True
 
@@ -217,7 +284,7 @@ def write(
             try:
                 if offset is None:
                     raise ValueError(f"{path} has no space for {name}")
-                run(partial(_put, offset=offset + position, data=content))
+                run(partial(file.put, offset=offset + position, data=content))
             except Exception as error:  # noqa: BLE001
                 problem = error
             position += data.nbytes
@@ -229,7 +296,9 @@ def write(
             spans.append(Span(begin, begin + position, checksum))
     if problem is not None:
         raise problem
-    return WrittenPart(path, node, source.length, sha.hexdigest(), tuple(sorted(spans)), is_intact)
+    return WrittenPart(
+        path, node, source.length, sha.hexdigest(), tuple(sorted(spans)), is_intact, file
+    )
 
 
 def _create(
@@ -272,16 +341,6 @@ def _create(
             spans.append(Span(position, offset, checksum))
             position = offset + size
     return offsets, spans
-
-
-def _put(path: Path, offset: int, data: memoryview) -> None:
-    """Write bytes to an existing file; it is opened again, because it may be repeated later."""
-    with writing(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            _write_all(descriptor, data, offset)
-        finally:
-            os.close(descriptor)
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:

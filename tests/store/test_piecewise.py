@@ -5,6 +5,7 @@ import os
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -215,6 +216,46 @@ def test_a_part_is_not_intact_after_an_operation_was_repeated(tmp_path, failed):
     written = piecewise.write(path, 0, 0, source, attempt)
     assert not written.is_intact
     assert written.entry()
+
+
+def descriptors_of(path):
+    """Return the descriptors of this process that belong to a file."""
+    files = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            files.append(descriptor.readlink())
+    return files.count(path)
+
+
+@pytest.mark.parametrize("end", ["entry", "copy", "dropped", "failed"])
+def test_a_file_stays_open_until_it_is_flushed(tmp_path, end):
+    """Network file systems flush a file when it is closed, which the training must not wait for."""
+    state = whole_model()
+    path = tmp_path / "node-0000-0000.h5"
+    counts = []
+
+    def pieces():
+        for start in range(0, COUNT, 17):
+            if end == "failed" and start:
+                raise TimeoutError("a rank is missing")
+            yield state.parameters[start : start + 17]
+            counts.append(descriptors_of(path))
+
+    streams = {"parameters": Stream(np.dtype("<f4"), pieces)}
+    source = PartSource(NAMES, SHAPES, COUNT, {}, state.numbers, streams)
+    if end == "failed":
+        with pytest.raises(TimeoutError):
+            piecewise.write(path, 0, 0, source)
+        assert counts == [1] and not descriptors_of(path)
+        return
+    written = piecewise.write(path, 0, 0, source)
+    assert counts == [1, 1, 1] and descriptors_of(path) == 1
+    if end == "entry":
+        written.entry()
+    elif end == "copy":
+        written.copy(tmp_path / "node-0000-0001.h5")
+    del written
+    assert not descriptors_of(path)
 
 
 def test_a_part_without_elements_can_be_written_and_read(tmp_path):
