@@ -170,17 +170,23 @@ class StreamedExchange(FolderExchange):
         disk = self.place.disk
         name = f"models/{version.file}"
         model = None
+        shards = overlapping([(s, s.first, s.parameters) for s in version.files], *self.own)
+
+        def note_name(file: str) -> None:
+            nonlocal name
+            name = f"models/{file}"
+
         try:
-            shards = overlapping([(s, s.first, s.parameters) for s in version.files], *self.own)
             for shard in shards:
-                name = f"models/{shard.file}"
+                note_name(shard.file)
                 check_owner(disk, shard)
             files = [(entry_of(version, shard), shard.first) for shard in shards]
             length = version.parameters
-            model = StoredModel(disk.root / "models", files, length, version.step)
+            model = StoredModel(disk.root / "models", files, length, version.step, note_name)
             for index, shard in enumerate(shards):
-                name = f"models/{shard.file}"
+                note_name(shard.file)
                 model.check(index, shard.digest)
+            note_name(version.file)
             if self.place.layout not in ("", layout(model.names, model.shapes)):
                 raise StoreError(
                     "its parameters have other names or shapes than the parameters of this "

@@ -356,7 +356,14 @@ class StoredModel:
     elements of a range need to be open.
     """
 
-    def __init__(self, folder: Path, files: Sequence[tuple[Entry, int]], length: int, step: int):
+    def __init__(
+        self,
+        folder: Path,
+        files: Sequence[tuple[Entry, int]],
+        length: int,
+        step: int,
+        before_opening: Callable[[str], None] = lambda name: None,
+    ):
         """Open the files, and compare their sizes, checksums and structure.
 
         :param folder: folder of the files
@@ -364,6 +371,8 @@ class StoredModel:
             index of its first element
         :param length: number of elements of the whole model
         :param step: step to which the files belong
+        :param before_opening: function that is called with the name of each file before it is
+            opened
         :raises StoreError: if a file is missing or damaged
         """
         self._folder = folder
@@ -381,6 +390,7 @@ class StoredModel:
         self._stack = ExitStack()
         try:
             for entry, _ in files:
+                before_opening(entry.file)
                 self._open(entry, length, step)
         except BaseException:
             self.close()

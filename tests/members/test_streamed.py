@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mpigossip.members.live import OneRank
 from mpigossip.members.parts import Part
 from mpigossip.members.place import Place, TrainingPlan
 from mpigossip.members.records import RecordStore
@@ -132,6 +133,30 @@ def test_no_record_names_a_file_whose_bytes_were_lost(tmp_path, monkeypatch, ran
     disks = [Bad(root, random.Random(rank)) for rank in range(2)]
     assert member_of_ranks(disks, PLAN, streamed=True) == "end"
     assert right(root, PLAN)
+
+
+class WholeModel(OneRank):
+    """Rank that reads all elements of a model."""
+
+    part = Part(0, 1, 1, 0, 4)
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_damaged_file_is_reported_by_its_name(tmp_path, damaged):
+    disks = two_disks(root := tmp_path / "run")
+    assert member_of_ranks(disks, PLAN, streamed=True) == "end"
+    lines = []
+    place = Place(RecordStore(root), PLAN, report=lines.append)
+    version = place.refresh(0).last
+    path = root / "models" / version.files[damaged].file
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    live = StreamedExchange(place, lambda: False, 0.01, WholeModel())
+    assert live.open_model(version, None) is None
+    live.close()
+    (line,) = lines
+    assert line.startswith(f"models/{path.name}: {path} is damaged")
 
 
 def test_a_missing_folder_of_models_is_created_again_by_rank_0(tmp_path):
