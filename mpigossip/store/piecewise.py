@@ -486,7 +486,8 @@ class StoredModel:
             is_whole = (
                 self._is_whole and isinstance(item, h5py.Dataset) and item.shape == shapes.get(name)
             )
-            is_piece = item is None and f"{STATE_PIECES}{key}" in self._files[0]
+            has_pieces = f"{STATE_PIECES}{key}" in self._files[0]
+            is_piece = has_pieces and item is None and name in shapes
             if is_whole or is_piece:
                 keys.setdefault(key, {})[name] = path
         return keys

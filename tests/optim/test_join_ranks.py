@@ -82,6 +82,12 @@ def test_ranks_of_a_sharded_member_never_hold_the_whole_model(tmp_path):
     assert len(grown) == 4 and max(grown) < 20e6, grown
 
 
+def test_the_state_of_a_frozen_parameter_is_kept(tmp_path):
+    """The optimizer has it, but its parameter is in no published model."""
+    done = mpirun(2, program(tmp_path / "run", "frozen"), 90, warm=False)
+    assert sums(done) == ["True", "True"]
+
+
 def test_ranks_that_are_several_nodes_are_rejected(tmp_path):
     with SingleProcess() as world:
         world.size = 2

@@ -290,6 +290,27 @@ def test_a_state_that_is_not_sharded_is_small(tmp_path):
     model.close()
 
 
+def test_the_state_of_a_frozen_parameter_is_small(tmp_path):
+    """Its parameter has no elements in the files, but the optimizer still has it."""
+    state = whole_model()
+    numbers = json.loads(str(state.numbers["torch"]))
+    path = "torch/frozen/exp_avg"
+    numbers["state"]["frozen"] = {"exp_avg": {"#tensor": path, "type": "torch.float32"}}
+    state = replace(
+        state,
+        arrays=state.arrays | {path: np.arange(3, dtype="f4")},
+        numbers=state.numbers | {"torch": json.dumps(numbers)},
+    )
+    files, digests = written_parts(tmp_path, state, (20, COUNT))
+    model = StoredModel(tmp_path, files, COUNT, 2)
+    check(model, digests)
+    assert path in model.small and model.digest_as_whole() == digest(state)
+    model.close()
+    model = StoredModel(tmp_path, files[1:], COUNT, 2)
+    assert model.state_names() == {"exp_avg": {"a.weight", "b"}}
+    model.close()
+
+
 def test_a_state_of_another_type_keeps_it_where_parameters_lack_it(tmp_path):
     state = whole_model()
     wide = state.arrays["torch/b/exp_avg"].astype("f8")
