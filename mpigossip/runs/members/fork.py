@@ -225,7 +225,8 @@ class Setting:
         self.recorded = self.member = Member(first)
         self.plan = plan_of(first)
         self.behind = BEHIND * self.plan.longest
-        """Largest difference in age between two models that the fork averages."""
+        """Largest difference in age between two models that the fork averages, if it has no past.
+        """
         self.periods: Periods | None = None
         self.graph: str | None = None
         self.is_changed = self.job != recorded
@@ -246,10 +247,13 @@ class Setting:
 
     def log(self, disk: RecordStore, cut: int, without: int | None = None) -> ForkLog:
         """Return the :class:`ForkLog` of a fork with these jobs."""
+        # Places may be farther apart at the cut than the fork allows. If they were then never
+        # averaged, their ages would stay as different as they are, since each advances by 1.
+        behind = max(self.behind, BEHIND * self.plan.longest) if cut else self.behind
         log = ForkLog(
             Place(disk, self.plan, report=print_note),
             cut,
-            Change(without, self.graph, self.job.run.seed, self.behind),
+            Change(without, self.graph, self.job.run.seed, behind),
             self.periods,
             self.is_changed or without is not None,
             self.assemblies[0].engine.group.slots,
