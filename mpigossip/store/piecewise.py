@@ -9,9 +9,11 @@ parameter instead; :class:`StoredModel` reads both.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import resource
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -397,7 +399,7 @@ class StoredModel:
             raise
 
     def _open(self, entry: Entry, length: int, step: int) -> None:
-        objects = self._stack.enter_context(node_file(self._folder, entry))
+        objects = self._objects(entry)
         with reading(self._folder / entry.file):
             rows = guard.rows(objects, "layout", "SiiiV")
             names, shapes = node_state.read_table(rows, length)
@@ -409,6 +411,16 @@ class StoredModel:
             self.names, self.shapes, self.numbers = names, shapes, numbers
             self._begins = [*accumulate(map(prod, shapes), initial=0)]
         self._files.append(objects)
+
+    def _objects(self, entry: Entry) -> dict[str, Any]:
+        """Open a file, and return its objects; allow this process more open files if necessary."""
+        while True:
+            try:
+                return self._stack.enter_context(node_file(self._folder, entry))
+            except StoreError as error:
+                number = getattr(error.__cause__, "errno", None)
+                if number != errno.EMFILE or not raise_file_limit():
+                    raise
 
     @property
     def count(self) -> int:
@@ -612,6 +624,19 @@ def _elements(
     if high * width < end:
         parts.append(_elements(dataset, 0, end - high * width, (*prefix, high)))
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def raise_file_limit() -> bool:
+    """Raise the soft limit of this process's open files; return False if it is the hard limit.
+
+    The new limit is twice the old one, or the hard limit if that is lower.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * soft if hard == resource.RLIM_INFINITY else min(2 * soft, hard)
+    if wanted <= soft:
+        return False
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return True
 
 
 def source_of(

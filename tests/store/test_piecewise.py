@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
@@ -265,6 +266,31 @@ def test_a_part_without_elements_can_be_written_and_read(tmp_path):
     check(model, digests[1:2])
     assert model.parameters(20, 20).shape == (0,)
     model.close()
+
+
+@pytest.mark.parametrize("hard", [None, 20])
+def test_the_limit_of_open_files_is_raised_if_it_can_be(tmp_path, monkeypatch, hard):
+    """A member averages up to 64 models, each of which has the files of several ranks."""
+    state = whole_model()
+    files, digests = written_parts(tmp_path, state, (10, 20, 30, 40, COUNT))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_files = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
+    soft = min(set(range(max(open_files) + 2)) - {*open_files}) + 2  # two more files
+    if hard is not None:
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, soft))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limits[1]))
+    try:
+        if hard is None:
+            model = StoredModel(tmp_path, files, COUNT, 2)
+            check(model, digests)
+            model.close()
+            monkeypatch.undo()
+            assert soft < resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= limits[1]
+        else:
+            with pytest.raises(StoreError, match="Too many open files"):
+                StoredModel(tmp_path, files, COUNT, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_state_that_is_not_sharded_is_small(tmp_path):
