@@ -19,6 +19,7 @@ from mpigossip.store import piecewise
 from tests.cases import every
 from tests.members.faults import Faults, injected
 from tests.members.storm import Bad, begin, chunks_of, member_of_ranks, replay, storm
+from tests.members.test_outages import fails
 
 PLAN = TrainingPlan(8, 2, 60.0)
 
@@ -154,9 +155,34 @@ def test_a_damaged_file_is_reported_by_its_name(tmp_path, damaged):
     path.write_bytes(content)
     live = StreamedExchange(place, lambda: False, 0.01, WholeModel())
     assert live.open_model(version, None) is None
-    live.close()
     (line,) = lines
     assert line.startswith(f"models/{path.name}: {path} is damaged")
+    live.close()
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_an_error_of_reading_the_own_model_is_no_damage(tmp_path, monkeypatch, is_damaged):
+    """A late peer is compared with this member's own model of the same age, read from its file."""
+    disks = two_disks(root := tmp_path / "run")
+    assert member_of_ranks(disks, PLAN, streamed=True) == "end"
+    lines = []
+    disk = RecordStore(root)
+    disk.outages.report = lambda line: None
+    place = Place(disk, PLAN, report=lines.append)
+    peer, own, last = (place.record(0, number) for number in (6, 7, 8))
+    live = StreamedExchange(place, lambda: False, 0.01, WholeModel())
+    live._last_models = [(own.began, 7), (last.began, 8)]
+    place.number, place.averaged, place.peers = 0, {}, lambda: iter([peer])
+    if is_damaged:
+        (root / "models" / own.files[0].file).write_bytes(b"")
+    failed = fails(monkeypatch, own.files[1].file, errno.EIO)
+    chosen = live.receive()
+    if is_damaged:
+        assert chosen is None and "has 0 bytes" in lines[0]
+    else:
+        assert failed and not lines and chosen.then is not None and chosen.late == 1
+        chosen.close()
+    live.close()
 
 
 def test_a_missing_folder_of_models_is_created_again_by_rank_0(tmp_path):
