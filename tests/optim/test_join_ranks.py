@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from mpigossip.cluster.world import Nodes, SingleProcess
 from mpigossip.config import JobError
 from mpigossip.members.place import TrainingPlan
 from mpigossip.optim.join import join
+from mpigossip.optim.sharded_member import ShardedLoopMember
 from tests.cases import some
 from tests.launch import Launch, mpirun, until
 from tests.members.storm import chunks_of
@@ -86,6 +88,19 @@ def test_the_state_of_a_frozen_parameter_is_kept(tmp_path):
     """The optimizer has it, but its parameter is in no published model."""
     done = mpirun(2, program(tmp_path / "run", "frozen"), 90, warm=False)
     assert sums(done) == ["True", "True"]
+
+
+def test_the_first_model_is_removed_after_a_round_was_published():
+    """A stay that begins later finds a model in the folder."""
+    member = object.__new__(ShardedLoopMember)
+    member._live = SimpleNamespace(send=lambda source: 0, receive=lambda: None)
+    member._source = lambda: None
+    member._seed = first = SimpleNamespace()
+    # The model of a round is published while the next round is trained.
+    for done, seed in ((1, first), (2, None), (1, None)):
+        member._done = done
+        member._exchange()
+        assert member._seed is seed
 
 
 def test_ranks_that_are_several_nodes_are_rejected(tmp_path):
