@@ -1,5 +1,7 @@
 """Forks of a recorded training of members, and blame."""
 
+import json
+
 import pytest
 
 from mpigossip import cli
@@ -219,6 +221,14 @@ def test_forks_end_and_can_be_repeated(run, tmp_path, capsys, changes):
     assert texts[0] == texts[1] and "loss " in texts[0] and digest not in texts[0]
     assert cli.main(["replay", str(tmp_path / "a")]) == 2
     assert "is a fork: repeat it" in capsys.readouterr().err
+    # The result is stored, because a fork writes no logs.
+    saved = json.loads((tmp_path / "a/fork.json").read_text())
+    assert f"loss {saved['result']['loss']:.6g}" in texts[0] and saved["digest"] in texts[0]
+    assert f"no logs; `mpigossip log show {folder}` shows the recorded training" in texts[0]
+    for command in (["log", "show"], ["report"], ["log", "plot"]):
+        assert cli.main([*command, str(tmp_path / "a")]) == 2
+        text = capsys.readouterr().err
+        assert "is a fork, which has no logs" in text and f"`mpigossip log show {folder}`" in text
     assert (
         cli.main(["checkpoint", "export", str(tmp_path / "a"), "--out", str(tmp_path / "m.pt")])
         == 0
