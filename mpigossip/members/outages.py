@@ -40,6 +40,7 @@ REMEDIES = {
     errno.ENOTDIR: "remove the file that has the name of a folder",
     errno.ELOOP: "remove the symbolic link",
     errno.ENAMETOOLONG: "name another folder",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n 65536`)",
 }
 """Errors that last until the user corrects their cause, each with its remedy.
 

@@ -17,7 +17,7 @@ import numpy as np
 from mpigossip.members.records import Shard
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
-from mpigossip.store.node_state import split_pieces
+from mpigossip.store.node_state import join_pieces, split_pieces
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def cut(state: NodeState, part: Part, first: int = 0) -> NodeState:
             f"{part.first + part.count - 1}, which rank {part.rank} of this member holds; copy "
             "all files of the model back, or remove them"
         )
-    shaped = {k for k, a in state.arrays.items() if k.startswith("state/") and a.shape == (length,)}
+    shaped = {k for k, a in state.arrays.items() if _is_joined(k) and a.shape == (length,)}
     return replace(
         state,
         parameters=state.parameters[inside],
@@ -78,6 +78,11 @@ def cut(state: NodeState, part: Part, first: int = 0) -> NodeState:
         pieces={name: state.arrays[name][inside] for name in sorted(shaped)},
         slot=part.rank,
     )
+
+
+def _is_joined(name: str) -> bool:
+    """Return whether an array may hold the state of all parameters, one after the other."""
+    return name.startswith("state/") or (name.startswith("torch/") and name.count("/") == 1)
 
 
 def _slot(name: str) -> int | None:
@@ -121,7 +126,11 @@ def parts_of(state: NodeState, shards: Sequence[Shard], slots: int) -> list[Node
     :param slots: number of slots of that member
     """
     count = len(shards)
-    return [
-        cut(state, Part(rank, count, slots, shard.first, shard.parameters))
+    is_program = "torch" in state.numbers
+    whole = replace(state, arrays=join_pieces(state)) if is_program else state
+    parts = [
+        cut(whole, Part(rank, count, slots, shard.first, shard.parameters))
         for rank, shard in enumerate(shards)
     ]
+    # Only the first rank of a program writes buffers and other small arrays.
+    return [replace(part, arrays={}) if is_program and part.slot else part for part in parts]

@@ -580,7 +580,31 @@ def parse(content: bytes, name: str, *kinds: type[Record]) -> Any:
     for file in record.files if isinstance(record, Round) else ():
         if not re.fullmatch(FILE, file.file, re.ASCII):
             raise Unusable(f"{name}: its model has an invalid name, {file.file[:40]!r}")
+    if isinstance(record, Round):
+        _check_order(record, name)
     return record
+
+
+def _check_order(record: Round, name: str) -> None:
+    """Check that the files of a model contain all of its elements, in the order of the record.
+
+    Some readers use `Shard.first`, and others join the files in this order.
+
+    :raises Unusable: if they do not
+    """
+    end = 0
+    for file in record.files:
+        if file.first != end:
+            break
+        end += file.parameters
+    else:
+        if end == record.parameters:
+            return
+    ranges = ", ".join(f"{f.first} to {f.first + f.parameters - 1}" for f in record.files[:4])
+    raise Unusable(
+        f"{name}: its files contain the elements {ranges}{', …' * (len(record.files) > 4)} of a "
+        f"model with {record.parameters}, which do not follow one another"
+    )
 
 
 def _typed(value: Any, kind: str, name: str) -> Any:

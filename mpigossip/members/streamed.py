@@ -170,17 +170,23 @@ class StreamedExchange(FolderExchange):
         disk = self.place.disk
         name = f"models/{version.file}"
         model = None
+        shards = overlapping([(s, s.first, s.parameters) for s in version.files], *self.own)
+
+        def note_name(file: str) -> None:
+            nonlocal name
+            name = f"models/{file}"
+
         try:
-            shards = overlapping([(s, s.first, s.parameters) for s in version.files], *self.own)
             for shard in shards:
-                name = f"models/{shard.file}"
+                note_name(shard.file)
                 check_owner(disk, shard)
             files = [(entry_of(version, shard), shard.first) for shard in shards]
             length = version.parameters
-            model = StoredModel(disk.root / "models", files, length, version.step)
+            model = StoredModel(disk.root / "models", files, length, version.step, note_name)
             for index, shard in enumerate(shards):
-                name = f"models/{shard.file}"
+                note_name(shard.file)
                 model.check(index, shard.digest)
+            note_name(version.file)
             if self.place.layout not in ("", layout(model.names, model.shapes)):
                 raise StoreError(
                     "its parameters have other names or shapes than the parameters of this "
@@ -356,7 +362,7 @@ class StreamedExchange(FolderExchange):
                 if late:
                     number = self._last_models[-1 - late][1]
                     record = place.record(place.number, number, listed=True)
-                    if not isinstance(record, Round) or self._read(record) is None:
+                    if not isinstance(record, Round) or not self._read_own(record):
                         continue
                     own = record
                 if self._read(version) is not None:
@@ -370,6 +376,25 @@ class StreamedExchange(FolderExchange):
         version, own, late = chosen
         peer, *then = self.local_parts([version] if own is None else [version, own])
         return PeerModel(peer, then[0] if then else None, late)
+
+    def _read_own(self, version: Round) -> bool:
+        """Read a model of this member; repeat this if the file system fails.
+
+        A peer's model can be skipped after such an error, but this model is compared with the
+        models of all late peers.
+
+        :param version: record of one of this place's last rounds
+        :return: whether the model was read; False if it is damaged or was removed
+        """
+
+        def read() -> bool:
+            failures: list[Exception] = []
+            was_read = self._read(version, failures) is not None
+            if failures and not was_read:
+                raise failures[0]
+            return was_read
+
+        return self.place.disk.retry(read, "models")
 
 
 def entry_of(version: Round, shard: Shard) -> Entry:

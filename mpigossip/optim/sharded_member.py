@@ -225,6 +225,10 @@ class ShardedLoopMember(LoopMember):
 
     def _exchange(self) -> None:
         self._live.send(self._source())
+        # `send` has waited until the model of the previous round was published. A later stay starts
+        # with a published model, so that the first one is not needed any more.
+        if self._done > 1:
+            self._seed = None
         peer = self._live.receive()
         if peer is not None:
             try:

@@ -48,9 +48,9 @@ def write_optimizer(
     :param optimizer: the torch optimizer
     :param model: its model, for the names of parameters
     :param arrays: dict that the tensors are added to; None: they are dropped
-    :param shards: dict that tensors which are sharded like their parameters are added to instead of
-        being gathered, by the key of the state and the name of the parameter; None: all are
-        gathered
+    :param shards: dict that tensors which are sharded like their trained parameters are added to
+        instead of being gathered, by the key of the state and the name of the parameter; None: all
+        are gathered
     :raises JobError: if a checkpoint can't contain a value of the state
     """
     state = optimizer.state_dict()
@@ -61,7 +61,10 @@ def write_optimizer(
     ]
     flat = [name for group in names for name in group]
     states: dict[str, Any] = {}
-    parameters = dict(model.named_parameters()) if shards is not None else {}
+    # A file of shards has the elements of trained parameters only: states of parameters that were
+    # frozen later are gathered.
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = trained if shards is not None else {}
     for k, values in state["state"].items():
         name = flat[k]
         sharded = {key for key, v in values.items() if is_sharded_like(v, parameters.get(name))}

@@ -19,6 +19,8 @@ from mpigossip.store.journal import SMALL, TRIES, consistent, stamp
 FORMAT = "mpigossip log 1"
 INDEX = {"steps": "step", "evaluations": "at_step"}
 """Name of the column that numbers the rows, for each group of a log."""
+FORK = "fork.json"
+"""Name of the file with the arguments and the result of a fork of members, in its folder."""
 COLUMNS = 1 << 10
 """Largest number of columns of a group."""
 TEXTS = ("metrics", "figures", "lost", "warnings", "checkpoint", "digest")
@@ -78,6 +80,7 @@ def read(path: Path, columns: Collection[str] | None = None, points: int | None 
         wanted = columns and [*columns, "history"]
         return _join_members([read(member, wanted) for member in members])
     if not path.is_file():
+        _reject_fork(path.parent)
         raise StoreError(f"{path} doesn't exist: name a run directory that contains a log.h5")
     # If a run has written to the log meanwhile, try again.
     for _ in range(TRIES):
@@ -92,6 +95,22 @@ def read(path: Path, columns: Collection[str] | None = None, points: int | None 
                 return log
         time.sleep(0.02)
     return _read(path, columns, points)
+
+
+def _reject_fork(folder: Path) -> None:
+    """Raise StoreError if a folder holds a fork of a training, which has no logs."""
+    try:
+        text = (folder / FORK).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return
+    try:
+        run = guard.printable(json.loads(text)["run"], "run")
+    except (ValueError, KeyError, TypeError, RecursionError):
+        run = "RUN"
+    raise StoreError(
+        f"{folder} is a fork, which has no logs: its loss and metrics are in {FORK}, and "
+        f"`mpigossip log show {run}` shows the recorded training"
+    )
 
 
 def _join_members(logs: list[Log]) -> Log:

@@ -30,7 +30,7 @@ class NodeReader:
 
         :param path: path of the first file, for messages
         :param files: objects of the files, which :func:`~mpigossip.store.node_file.node_file`
-            yields
+            yields, in the order of their elements
         :param step: step to which the files belong
         :raises ValueError: if the content of a file is not as expected
         """
@@ -112,7 +112,8 @@ def open_node(path: Path, entries: Sequence[Entry], step: int) -> Iterator[NodeR
     """Return a context manager that opens the files of a node, and compares their checksums.
 
     :param path: folder of the files
-    :param entries: entries of the files, in the order of slots
+    :param entries: entries of the files, in the order of their elements. The record of a round of
+        members is rejected if it lists its files in another order (`members.records.parse`)
     :param step: step to which the files belong
     :raises StoreError: if a file is missing or damaged
     """

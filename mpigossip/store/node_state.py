@@ -132,6 +132,31 @@ def split_pieces(state: NodeState) -> dict[str, np.ndarray]:
     return arrays
 
 
+def join_pieces(state: NodeState) -> dict[str, np.ndarray]:
+    """Return the arrays of a whole model, with one array for each key of the optimizer's state.
+
+    This is the inverse of :func:`split_pieces`. Only tensors with the shape of their parameter are
+    joined; the elements of parameters without such a tensor are 0.
+
+    :param state: whole model, with a separate optimizer state for each parameter
+    """
+    arrays = dict(state.arrays)
+    shapes = dict(zip(state.names, state.shapes, strict=True))
+    tensors: dict[str, dict[str, np.ndarray]] = {}
+    for name, key in state_keys(state.numbers):
+        array = arrays.get(f"torch/{name}/{key}")
+        if array is not None and "/" not in key and array.shape == shapes.get(name):
+            tensors.setdefault(key, {})[name] = arrays.pop(f"torch/{name}/{key}")
+    for key, of_parameters in tensors.items():
+        dtype = np.result_type(*of_parameters.values())
+        joined = [
+            of_parameters.get(name, np.zeros(shape)).astype(dtype).ravel()
+            for name, shape in shapes.items()
+        ]
+        arrays[f"torch/{key}"] = np.concatenate(joined)
+    return arrays
+
+
 def table(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> np.ndarray:
     """Return the table of parameters, a structured array with one row for each parameter.
 

@@ -9,13 +9,15 @@ parameter instead; :class:`StoredModel` reads both.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import resource
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import accumulate
 from math import prod
@@ -87,6 +89,50 @@ class DamagedPart(StoreError):
     """Error of a file whose bytes are not the bytes that were written to it."""
 
 
+class OpenFile:
+    """Descriptor of an existing file whose bytes are written; it is opened when it is needed.
+
+    The file stays open between two pieces, because a network file system flushes a file when it is
+    closed.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+
+    def put(self, path: Path, offset: int, data: memoryview) -> None:
+        """Write bytes. After an error, the next call opens the file again.
+
+        :param path: path of the file
+        :param offset: offset of the first byte in the file
+        :param data: bytes to write
+        :raises StoreError: if the file can't be opened or written
+        """
+        with writing(path):
+            try:
+                if self._descriptor is None:
+                    flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+                    self._descriptor = os.open(path, flags)
+                _write_all(self._descriptor, data, offset)
+            except BaseException:
+                with suppress(OSError):
+                    self.close()
+                raise
+
+    def close(self) -> None:
+        """Close the file, if it is open.
+
+        :raises OSError: if bytes could not be written
+        """
+        descriptor = self._descriptor
+        self._descriptor = None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        with suppress(OSError):
+            self.close()
+
+
 class WrittenPart(NamedTuple):
     """File that was written, but is not on stable storage yet."""
 
@@ -102,6 +148,8 @@ class WrittenPart(NamedTuple):
     is_intact: bool
     """True if no operation has failed. Otherwise, the file system may have lost bytes, and reports
     this only once: only a :meth:`copy` may be used, because a second fsync would succeed."""
+    file: OpenFile
+    """Descriptor of the file, which :meth:`entry` and :meth:`copy` close."""
 
     def entry(self) -> Entry:
         """Flush the file to stable storage, and compare its bytes; return its entry.
@@ -111,6 +159,7 @@ class WrittenPart(NamedTuple):
         :raises OSError: if the file can't be flushed or read
         :raises DamagedPart: if its bytes are not the bytes that were written
         """
+        self.file.close()
         sync(self.path)
         with self.path.open("rb") as file:
             descriptor = file.fileno()
@@ -134,6 +183,8 @@ class WrittenPart(NamedTuple):
         :raises OSError: if reading or writing fails
         :raises DamagedPart: if the bytes of this file are not the bytes that were written
         """
+        with suppress(OSError):  # All bytes are compared below.
+            self.file.close()
         block = memoryview(bytearray(1 << 22))
         with self.path.open("rb") as source, os.fdopen(new(path), "wb") as target:
             for span in self.spans:
@@ -179,6 +230,24 @@ def write(
     :raises StoreError: if writing fails
     :raises ValueError: if an array has another number of elements than the part
     """
+    file = OpenFile()
+    try:
+        return _write(path, node, slot, source, attempt, file)
+    except BaseException:
+        with suppress(OSError):
+            file.close()
+        raise
+
+
+def _write(
+    path: Path,
+    node: int,
+    slot: int,
+    source: PartSource,
+    attempt: Callable[[Callable[[Path], Any]], Any] | None,
+    file: OpenFile,
+) -> WrittenPart:
+    """Write a part of a model like :func:`write`, with a descriptor that stays open."""
     problem: Exception | None = None
     is_intact = True
 
@@ -220,7 +289,7 @@ def write(
             try:
                 if offset is None:
                     raise ValueError(f"{path} has no space for {name}")
-                run(partial(_put, offset=offset + position, data=content))
+                run(partial(file.put, offset=offset + position, data=content))
             except Exception as error:  # noqa: BLE001
                 problem = error
             position += data.nbytes
@@ -232,7 +301,9 @@ def write(
             spans.append(Span(begin, begin + position, checksum))
     if problem is not None:
         raise problem
-    return WrittenPart(path, node, source.length, sha.hexdigest(), tuple(sorted(spans)), is_intact)
+    return WrittenPart(
+        path, node, source.length, sha.hexdigest(), tuple(sorted(spans)), is_intact, file
+    )
 
 
 def _create(
@@ -280,16 +351,6 @@ def _create(
     return offsets, spans
 
 
-def _put(path: Path, offset: int, data: memoryview) -> None:
-    """Write bytes to an existing file; it is opened again, because it may be repeated later."""
-    with writing(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            _write_all(descriptor, data, offset)
-        finally:
-            os.close(descriptor)
-
-
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
@@ -303,7 +364,14 @@ class StoredModel:
     elements of a range need to be open. If a file cannot be read, StoreError is raised.
     """
 
-    def __init__(self, folder: Path, files: Sequence[tuple[Entry, int]], length: int, step: int):
+    def __init__(
+        self,
+        folder: Path,
+        files: Sequence[tuple[Entry, int]],
+        length: int,
+        step: int,
+        before_opening: Callable[[str], None] = lambda name: None,
+    ):
         """Open the files, and compare their sizes, checksums and structure.
 
         :param folder: folder of the files
@@ -311,6 +379,8 @@ class StoredModel:
             index of its first element
         :param length: number of elements of the whole model
         :param step: step to which the files belong
+        :param before_opening: function that is called with the name of each file before it is
+            opened
         :raises StoreError: if a file is missing or damaged
         """
         self._folder = folder
@@ -328,13 +398,14 @@ class StoredModel:
         self._stack = ExitStack()
         try:
             for entry, _ in files:
+                before_opening(entry.file)
                 self._open(entry, length, step)
         except BaseException:
             self.close()
             raise
 
     def _open(self, entry: Entry, length: int, step: int) -> None:
-        objects = self._stack.enter_context(node_file(self._folder, entry))
+        objects = self._objects(entry)
         with reading(self._folder / entry.file):
             rows = guard.rows(objects, "layout", "SiiiV")
             names, shapes = node_state.read_table(rows, length)
@@ -346,6 +417,16 @@ class StoredModel:
             self.names, self.shapes, self.numbers = names, shapes, numbers
             self._begins = [*accumulate(map(prod, shapes), initial=0)]
         self._files.append(objects)
+
+    def _objects(self, entry: Entry) -> dict[str, Any]:
+        """Open a file, and return its objects; allow this process more open files if necessary."""
+        while True:
+            try:
+                return self._stack.enter_context(node_file(self._folder, entry))
+            except StoreError as error:
+                number = getattr(error.__cause__, "errno", None)
+                if number != errno.EMFILE or not raise_file_limit():
+                    raise
 
     @property
     def count(self) -> int:
@@ -424,7 +505,8 @@ class StoredModel:
             is_whole = (
                 self._is_whole and isinstance(item, h5py.Dataset) and item.shape == shapes.get(name)
             )
-            is_piece = item is None and f"{STATE_PIECES}{key}" in self._files[0]
+            has_pieces = f"{STATE_PIECES}{key}" in self._files[0]
+            is_piece = has_pieces and item is None and name in shapes
             if is_whole or is_piece:
                 keys.setdefault(key, {})[name] = path
         return keys
@@ -555,6 +637,19 @@ def _elements(
     if high * width < end:
         parts.append(_elements(dataset, 0, end - high * width, (*prefix, high)))
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def raise_file_limit() -> bool:
+    """Raise the soft limit of this process's open files; return False if it is the hard limit.
+
+    The new limit is twice the old one, or the hard limit if that is lower.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * soft if hard == resource.RLIM_INFINITY else min(2 * soft, hard)
+    if wanted <= soft:
+        return False
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return True
 
 
 def source_of(

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpigossip.store import StoreError
-from mpigossip.store.hdf5 import replacing, writing
+from mpigossip.store.hdf5 import replacing, sync, writing
 
 SUFFIX = ".safetensors"
 DTYPES = {
@@ -93,11 +93,10 @@ def write(
 ) -> list[Path]:
     """Write a model as one file or, if it is larger than ``most``, as several files with an index.
 
-    Each file is written under a temporary name first. If there are several, the index and all files
-    of an earlier export of the same name are removed when all are written, then the new files get
-    their names, and the index is the last. A reader of the index therefore never finds files of two
-    exports, even if the export is interrupted. A single file replaces the earlier one first; then
-    other files of an earlier export are removed.
+    Each file is written and flushed under a temporary name first. Then the index and all other
+    files of an earlier export of the same name are removed, the new files get their names, and the
+    index is the last. A reader of the index therefore never finds files of two exports, even if the
+    export is interrupted. A single file replaces an earlier single file at once.
 
     :param out: path that ends in ".safetensors". The names of several files are made from it
     :param tensors: tensors to write
@@ -136,15 +135,13 @@ def write(
         if not single:
             file = stack.enter_context(replacing(index))
             file.write_text(_index(paths, groups), encoding="utf-8")
+            sync(file)
         for path, group in zip(paths, groups, strict=True):
-            write_file(stack.enter_context(replacing(path)), group, metadata)
-        if not single:
-            for path in (index, *outdated, *paths):
-                path.unlink(missing_ok=True)
-    if single:
-        index.unlink(missing_ok=True)
-    for path in outdated:
-        path.unlink(missing_ok=True)
+            temporary = stack.enter_context(replacing(path))
+            write_file(temporary, group, metadata)
+            sync(temporary)
+        for path in (index, *outdated, *([] if single else paths)):
+            path.unlink(missing_ok=True)
     return paths if single else [*paths, index]
 
 

@@ -34,7 +34,7 @@ from tests.members.storm import (
 )
 
 PLAN = TrainingPlan(8, 2, 60.0)
-LASTING = [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR]
+LASTING = [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.EMFILE]
 
 
 def disk(root, limit_s=60.0, **ills) -> Bad:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mpigossip.members.live import OneRank
 from mpigossip.members.parts import Part
 from mpigossip.members.place import Place, TrainingPlan
 from mpigossip.members.records import RecordStore
@@ -18,6 +19,7 @@ from mpigossip.store import piecewise
 from tests.cases import every
 from tests.members.faults import Faults, injected
 from tests.members.storm import Bad, begin, chunks_of, member_of_ranks, replay, storm
+from tests.members.test_outages import fails
 
 PLAN = TrainingPlan(8, 2, 60.0)
 
@@ -132,6 +134,55 @@ def test_no_record_names_a_file_whose_bytes_were_lost(tmp_path, monkeypatch, ran
     disks = [Bad(root, random.Random(rank)) for rank in range(2)]
     assert member_of_ranks(disks, PLAN, streamed=True) == "end"
     assert right(root, PLAN)
+
+
+class WholeModel(OneRank):
+    """Rank that reads all elements of a model."""
+
+    part = Part(0, 1, 1, 0, 4)
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_damaged_file_is_reported_by_its_name(tmp_path, damaged):
+    disks = two_disks(root := tmp_path / "run")
+    assert member_of_ranks(disks, PLAN, streamed=True) == "end"
+    lines = []
+    place = Place(RecordStore(root), PLAN, report=lines.append)
+    version = place.refresh(0).last
+    path = root / "models" / version.files[damaged].file
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    live = StreamedExchange(place, lambda: False, 0.01, WholeModel())
+    assert live.open_model(version, None) is None
+    (line,) = lines
+    assert line.startswith(f"models/{path.name}: {path} is damaged")
+    live.close()
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_an_error_of_reading_the_own_model_is_no_damage(tmp_path, monkeypatch, is_damaged):
+    """A late peer is compared with this member's own model of the same age, read from its file."""
+    disks = two_disks(root := tmp_path / "run")
+    assert member_of_ranks(disks, PLAN, streamed=True) == "end"
+    lines = []
+    disk = RecordStore(root)
+    disk.outages.report = lambda line: None
+    place = Place(disk, PLAN, report=lines.append)
+    peer, own, last = (place.record(0, number) for number in (6, 7, 8))
+    live = StreamedExchange(place, lambda: False, 0.01, WholeModel())
+    live._last_models = [(own.began, 7), (last.began, 8)]
+    place.number, place.averaged, place.peers = 0, {}, lambda: iter([peer])
+    if is_damaged:
+        (root / "models" / own.files[0].file).write_bytes(b"")
+    failed = fails(monkeypatch, own.files[1].file, errno.EIO)
+    chosen = live.receive()
+    if is_damaged:
+        assert chosen is None and "has 0 bytes" in lines[0]
+    else:
+        assert failed and not lines and chosen.then is not None and chosen.late == 1
+        chosen.close()
+    live.close()
 
 
 def test_a_missing_folder_of_models_is_created_again_by_rank_0(tmp_path):

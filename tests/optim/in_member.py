@@ -1,7 +1,7 @@
 """Program that is a member: of several ranks, with DDP or FSDP2, or of one process.
 
 python -m tests.optim.in_member FOLDER ddp|fsdp|plain [replay] [vanish] [CHUNKS]
-python -m tests.optim.in_member FOLDER large
+python -m tests.optim.in_member FOLDER large|frozen
 """
 
 import errno
@@ -67,6 +67,36 @@ def train_large(folder, world):
     sys.stdout.flush()
 
 
+def train_frozen(folder, world):
+    """Freeze a layer after a step, train as a member, and print whether its state was kept."""
+    torch.manual_seed(0)
+    model = wrapped(nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 1)), "fsdp", world)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def step(seed):
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(seed))
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    def state():
+        values = optimizer.state[model[0].weight]
+        return {key: getattr(v, "full_tensor", lambda v=v: v)() for key, v in values.items()}
+
+    step(0)
+    model[0].requires_grad_(False)
+    before = state()
+    with mpigossip.join(
+        folder, model, optimizer, chunks=3, lease_s=20.0, poll_s=0.1, world=world
+    ) as member:
+        for chunk in member:
+            step(chunk)
+    after = state()
+    kept = before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+    sys.stdout.write(f"rank {world.rank}: finished {member.finished}, kept {kept}\n")
+    sys.stdout.flush()
+
+
 def vanish_once():
     """Let the fifth read of a model fail, because another member has removed its file."""
     read = StoredModel.parameters
@@ -116,6 +146,9 @@ def main(folder, kind, *more):
     with mpigossip.world(ranks_per_node="host") as world:
         if kind == "large":
             train_large(folder, world)
+            return
+        if kind == "frozen":
+            train_frozen(folder, world)
             return
         if "vanish" in more and world.rank == 1:
             vanish_once()

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from mpigossip.cluster.world import Nodes, SingleProcess
 from mpigossip.config import JobError
 from mpigossip.members.place import TrainingPlan
 from mpigossip.optim.join import join
+from mpigossip.optim.sharded_member import ShardedLoopMember
 from tests.cases import some
 from tests.launch import Launch, mpirun, until
 from tests.members.storm import chunks_of
@@ -37,6 +39,10 @@ def test_two_members_of_two_ranks_and_their_replay(tmp_path, kind):
     once = chunks_of(folder, TrainingPlan(in_member.CHUNKS, 1, 20.0))
     assert once == dict.fromkeys(range(in_member.CHUNKS), 1)
     again = mpirun(2, program(folder, kind, "replay"), 90, warm=False)
+    assert sums(again) == results[:2] and "every digest is equal" in again.stderr
+    # DDP computes the same mean over two ranks, and divides its model like the recorded ranks.
+    other = {"fsdp": "ddp", "ddp": "fsdp"}[kind]
+    again = mpirun(2, program(folder, other, "replay"), 90, warm=False)
     assert sums(again) == results[:2] and "every digest is equal" in again.stderr
     alone = mpirun(0, program(folder, "plain", "replay"), 60, warm=False)
     assert "ranks 2, here 1" in alone.stderr
@@ -76,6 +82,25 @@ def test_ranks_of_a_sharded_member_never_hold_the_whole_model(tmp_path):
     grown = [int(value) for one in launches for value in sums(one.finish(200))]
     # The model has 40 MB, and a shard has 20 MB.
     assert len(grown) == 4 and max(grown) < 20e6, grown
+
+
+def test_the_state_of_a_frozen_parameter_is_kept(tmp_path):
+    """The optimizer has it, but its parameter is in no published model."""
+    done = mpirun(2, program(tmp_path / "run", "frozen"), 90, warm=False)
+    assert sums(done) == ["True", "True"]
+
+
+def test_the_first_model_is_removed_after_a_round_was_published():
+    """A stay that begins later finds a model in the folder."""
+    member = object.__new__(ShardedLoopMember)
+    member._live = SimpleNamespace(send=lambda source: 0, receive=lambda: None)
+    member._source = lambda: None
+    member._seed = first = SimpleNamespace()
+    # The model of a round is published while the next round is trained.
+    for done, seed in ((1, first), (2, None), (1, None)):
+        member._done = done
+        member._exchange()
+        assert member._seed is seed
 
 
 def test_ranks_that_are_several_nodes_are_rejected(tmp_path):

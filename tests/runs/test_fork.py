@@ -1,15 +1,18 @@
 """Forks of a recorded training of members, and blame."""
 
+import json
+
 import pytest
 
 from mpigossip import cli
 from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
-from mpigossip.members.place import Place, TrainingPlan
-from mpigossip.members.records import RecordStore
+from mpigossip.members.place import BEHIND, Place, TrainingPlan
+from mpigossip.members.records import RecordStore, Round, Start, Version
 from mpigossip.runs.members import fork as forks
 from mpigossip.runs.members import join as joining
-from mpigossip.runs.members.fork import Setting, fork
+from mpigossip.runs.members.fork import NO_CHANGE, Setting, fork
+from mpigossip.runs.members.fork_schedule import Change, ForkSchedule, Turn
 from mpigossip.runs.members.member import Member
 from mpigossip.runs.members.replay import ReplayLog
 from mpigossip.store import checkpoint
@@ -58,6 +61,51 @@ def test_a_fork_of_unequal_rounds_trains_each_step_once(unequal, settings, leave
     steps = steps_of(log, period=2)
     assert steps == list(range(len(steps))) and 66 * 2 <= len(steps) < 66 * 2 + 3
     check_inputs(log, place)
+
+
+@pytest.mark.parametrize("cut", [0, 9])
+def test_members_of_a_fork_may_be_as_far_apart_as_in_its_past(unequal, monkeypatch, cut):
+    """Ages up to the cut count the chunks of rounds of several chunks."""
+    changes = []
+    monkeypatch.setattr(
+        forks, "Change", lambda *values: changes.append(Change(*values)) or NO_CHANGE
+    )
+    log_of(unequal[0], "cadence.period=2", cut=cut)
+    assert changes[0].behind == (BEHIND * 4 if cut else BEHIND)
+
+
+def test_a_fork_averages_models_that_were_far_apart_at_the_cut():
+    """Place 1 was ten chunks behind, which is allowed if rounds may have four chunks."""
+    rounds = {Version(place, 1): recorded_round(place, age) for place, age in ((0, 20), (1, 10))}
+    turns = [Turn(20.0 + k, place, 20 + 2 * k + place, None) for k in range(4) for place in (0, 1)]
+    starts = {place: Start(place=place, inputs=(), promise=1.0, about={}) for place in (0, 1)}
+    ends = [Version(0, 1), Version(1, 1)]
+    for behind, far in ((BEHIND, True), (4 * BEHIND, False)):
+        change = Change(behind=behind)
+        schedule = ForkSchedule(rounds, starts, rounds, turns, (), ends, change)
+        ages = [schedule.rounds[version].age for version in schedule.end]
+        assert (abs(ages[0] - ages[1]) == 10) == far
+        assert any(record.peer for record in schedule.rounds.values()) != far
+
+
+def recorded_round(place, age):
+    """Return a round without a peer."""
+    return Round(
+        place=place,
+        round=1,
+        claim="",
+        chunk=place,
+        peer=(),
+        age=age,
+        progress=1,
+        promise=1.0,
+        step=2,
+        file="",
+        bytes=0,
+        checksum="",
+        parameters=0,
+        digest="",
+    )
 
 
 def test_a_fork_does_not_choose_lengths_of_rounds(run, tmp_path):
@@ -173,6 +221,14 @@ def test_forks_end_and_can_be_repeated(run, tmp_path, capsys, changes):
     assert texts[0] == texts[1] and "loss " in texts[0] and digest not in texts[0]
     assert cli.main(["replay", str(tmp_path / "a")]) == 2
     assert "is a fork: repeat it" in capsys.readouterr().err
+    # The result is stored, because a fork writes no logs.
+    saved = json.loads((tmp_path / "a/fork.json").read_text())
+    assert f"loss {saved['result']['loss']:.6g}" in texts[0] and saved["digest"] in texts[0]
+    assert f"no logs; `mpigossip log show {folder}` shows the recorded training" in texts[0]
+    for command in (["log", "show"], ["report"], ["log", "plot"]):
+        assert cli.main([*command, str(tmp_path / "a")]) == 2
+        text = capsys.readouterr().err
+        assert "is a fork, which has no logs" in text and f"`mpigossip log show {folder}`" in text
     assert (
         cli.main(["checkpoint", "export", str(tmp_path / "a"), "--out", str(tmp_path / "m.pt")])
         == 0

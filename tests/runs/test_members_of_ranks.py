@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -127,6 +128,19 @@ def test_a_record_lists_shards_only_if_there_are_several(record):
         parse(text.replace(b"-0001.h5", b"-0001/../x.h5"), "r", Round)
     with pytest.raises(Unusable, match='"shards" has the invalid entry'):
         parse(text.replace(b', "shards": [[', b', "shards": [["x"], ['), "r", Round)
+
+
+def test_files_of_a_model_that_do_not_follow_one_another_are_rejected(record):
+    """A reader of the whole model joins them in the order of the record."""
+    first, second = record.shards
+    for wrong in (
+        (second, first),
+        (first,),
+        (first, second._replace(first=second.first + 1)),
+        (first, second._replace(parameters=second.parameters + 1)),
+    ):
+        with pytest.raises(Unusable, match="its files contain the elements"):
+            parse(replace(record, shards=wrong).encode(), "r", Round)
 
 
 def has_round(folder, place, number):

@@ -2,15 +2,18 @@
 
 import json
 import os
+import resource
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mpigossip.members.live import digest
-from mpigossip.members.parts import joined
+from mpigossip.members.parts import joined, parts_of
+from mpigossip.members.records import Shard
 from mpigossip.store import StoreError, checkpoint, guard, piecewise
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.piecewise import PartSource, StoredModel, Stream
@@ -97,6 +100,9 @@ def test_parts_contain_the_same_elements_as_a_whole_file(tmp_path, ends):
     again = joined(parts)
     assert again.arrays.keys() == state.arrays.keys()
     assert digest(again) == digest(state)
+    # A replay with another number of ranks divides its whole model in the same way.
+    shards = [Shard(e.file, e.bytes, e.checksum, first, e.parameters, "") for e, first in files]
+    assert [digest(part) for part in parts_of(state, shards, 1)] == digests
 
 
 def test_a_whole_file_is_read_in_the_same_way(tmp_path):
@@ -213,6 +219,46 @@ def test_a_part_is_not_intact_after_an_operation_was_repeated(tmp_path, failed):
     assert written.entry()
 
 
+def descriptors_of(path):
+    """Return the descriptors of this process that belong to a file."""
+    files = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            files.append(descriptor.readlink())
+    return files.count(path)
+
+
+@pytest.mark.parametrize("end", ["entry", "copy", "dropped", "failed"])
+def test_a_file_stays_open_until_it_is_flushed(tmp_path, end):
+    """Network file systems flush a file when it is closed, which the training must not wait for."""
+    state = whole_model()
+    path = tmp_path / "node-0000-0000.h5"
+    counts = []
+
+    def pieces():
+        for start in range(0, COUNT, 17):
+            if end == "failed" and start:
+                raise TimeoutError("a rank is missing")
+            yield state.parameters[start : start + 17]
+            counts.append(descriptors_of(path))
+
+    streams = {"parameters": Stream(np.dtype("<f4"), pieces)}
+    source = PartSource(NAMES, SHAPES, COUNT, {}, state.numbers, streams)
+    if end == "failed":
+        with pytest.raises(TimeoutError):
+            piecewise.write(path, 0, 0, source)
+        assert counts == [1] and not descriptors_of(path)
+        return
+    written = piecewise.write(path, 0, 0, source)
+    assert counts == [1, 1, 1] and descriptors_of(path) == 1
+    if end == "entry":
+        written.entry()
+    elif end == "copy":
+        written.copy(tmp_path / "node-0000-0001.h5")
+    del written
+    assert not descriptors_of(path)
+
+
 def test_a_part_without_elements_can_be_written_and_read(tmp_path):
     state = whole_model()
     files, digests = written_parts(tmp_path, state, (20, 20, COUNT))
@@ -220,6 +266,31 @@ def test_a_part_without_elements_can_be_written_and_read(tmp_path):
     check(model, digests[1:2])
     assert model.parameters(20, 20).shape == (0,)
     model.close()
+
+
+@pytest.mark.parametrize("hard", [None, 20])
+def test_the_limit_of_open_files_is_raised_if_it_can_be(tmp_path, monkeypatch, hard):
+    """A member averages up to 64 models, each of which has the files of several ranks."""
+    state = whole_model()
+    files, digests = written_parts(tmp_path, state, (10, 20, 30, 40, COUNT))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_files = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
+    soft = min(set(range(max(open_files) + 2)) - {*open_files}) + 2  # two more files
+    if hard is not None:
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, soft))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limits[1]))
+    try:
+        if hard is None:
+            model = StoredModel(tmp_path, files, COUNT, 2)
+            check(model, digests)
+            model.close()
+            monkeypatch.undo()
+            assert soft < resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= limits[1]
+        else:
+            with pytest.raises(StoreError, match="Too many open files"):
+                StoredModel(tmp_path, files, COUNT, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_state_that_is_not_sharded_is_small(tmp_path):
@@ -242,6 +313,27 @@ def test_a_state_that_is_not_sharded_is_small(tmp_path):
     model.close()
     model = StoredModel(tmp_path, files, COUNT, 2)
     assert model.digest_as_whole() == digest(state)
+    model.close()
+
+
+def test_the_state_of_a_frozen_parameter_is_small(tmp_path):
+    """Its parameter has no elements in the files, but the optimizer still has it."""
+    state = whole_model()
+    numbers = json.loads(str(state.numbers["torch"]))
+    path = "torch/frozen/exp_avg"
+    numbers["state"]["frozen"] = {"exp_avg": {"#tensor": path, "type": "torch.float32"}}
+    state = replace(
+        state,
+        arrays=state.arrays | {path: np.arange(3, dtype="f4")},
+        numbers=state.numbers | {"torch": json.dumps(numbers)},
+    )
+    files, digests = written_parts(tmp_path, state, (20, COUNT))
+    model = StoredModel(tmp_path, files, COUNT, 2)
+    check(model, digests)
+    assert path in model.small and model.digest_as_whole() == digest(state)
+    model.close()
+    model = StoredModel(tmp_path, files[1:], COUNT, 2)
+    assert model.state_names() == {"exp_avg": {"a.weight", "b"}}
     model.close()
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -124,6 +125,39 @@ def test_an_interrupted_export_leaves_no_files_of_two_exports(tmp_path, monkeypa
         write(out, new, {"job": "", "step": "2"}, most)
     assert len(renamed) == 1
     assert [path.name for path in tmp_path.iterdir()] == [renamed[0].name]  # new, without an index
+
+
+def test_an_interrupted_export_to_one_file_leaves_no_files_of_two_exports(tmp_path, monkeypatch):
+    out = tmp_path / "model.safetensors"
+    old = [of_array(f"t{k}", np.full(4, k, "f4")) for k in range(3)]
+    assert len(write(out, old, {"job": "", "step": "1"}, 16)) == 4
+    rename = Path.replace
+
+    def interrupted(path, target):
+        rename(path, target)
+        raise OSError("the process is interrupted here")
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(StoreError):
+        write(out, old[:2], {"job": "", "step": "2"})
+    assert [*tmp_path.iterdir()] == [out]
+    with safe_open(out, "np") as file:
+        assert file.metadata()["step"] == "2"
+
+
+def test_an_error_of_fsync_removes_no_earlier_export(tmp_path, monkeypatch):
+    out = tmp_path / "model.safetensors"
+    old = [of_array(f"t{k}", np.full(4, k, "f4")) for k in range(3)]
+    before = {path: path.read_bytes() for path in write(out, old, ABOUT, 16)}
+
+    def fail(descriptor):
+        raise OSError(errno.EIO, "input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    for most in (None, 16):
+        with pytest.raises(StoreError):
+            write(out, old[:2], ABOUT, most)
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_dtype_that_the_format_lacks_is_rejected(tmp_path):

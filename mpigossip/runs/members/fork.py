@@ -27,9 +27,10 @@ from mpigossip.runs.members.fork_schedule import (
 from mpigossip.runs.members.join import FORMAT, JOB, plan_of
 from mpigossip.runs.members.member import Member
 from mpigossip.runs.members.ranks import for_ranks
-from mpigossip.runs.members.replay import FORK, ReplayLog, repeat_round, training_in
+from mpigossip.runs.members.replay import ReplayLog, repeat_round, training_in
 from mpigossip.runs.start_and_resume import differing
 from mpigossip.store.checkpoint import NodeState
+from mpigossip.store.log_reading import FORK
 from mpigossip.store.manifest import Number
 from mpigossip.training.assemble import Assembly, assemble, load
 from mpigossip.training.evaluate import evaluate
@@ -228,7 +229,8 @@ class Setting:
         self.recorded = self.member = Member(first)
         self.plan = plan_of(first)
         self.behind = BEHIND * self.plan.longest
-        """Largest difference in age between two models that the fork averages."""
+        """Largest difference in age between two models that the fork averages, if it has no past.
+        """
         self.periods: Periods | None = None
         self.graph: str | None = None
         self.is_changed = self.job != recorded
@@ -249,10 +251,13 @@ class Setting:
 
     def log(self, disk: RecordStore, cut: int, without: int | None = None) -> ForkLog:
         """Return the :class:`ForkLog` of a fork with these jobs."""
+        # Places may be farther apart at the cut than the fork allows. If they were then never
+        # averaged, their ages would stay as different as they are, since each advances by 1.
+        behind = max(self.behind, BEHIND * self.plan.longest) if cut else self.behind
         log = ForkLog(
             Place(disk, self.plan, report=print_note),
             cut,
-            Change(without, self.graph, self.job.run.seed, self.behind),
+            Change(without, self.graph, self.job.run.seed, behind),
             self.periods,
             self.is_changed or without is not None,
             self.assemblies[0].engine.group.slots,
@@ -313,7 +318,8 @@ def fork(
 
     :param folder: folder of the training, which has ended
     :param cut: number of rounds that stay as they are, counted like `Round.age`; 0: none
-    :param to: new folder for records, checkpoint and job of the fork
+    :param to: new folder for records, checkpoint and job of the fork. Logs are not written: steps
+        before the cut may not be repeated, and repeated steps have no times
     :param settings: settings that the fork changes, as "section.key=value"
     :param without: place whose models are left out after the cut; None: no place
     :param job: your own copy of the job; None: code that the job in the folder names is not
@@ -331,17 +337,25 @@ def fork(
             log = setting.log(disk, cut, without)
             states = log.run(setting.member, setting.recorded)
             result = setting.final(states)
-            command = {"run": str(folder), "fork": cut, "settings": [*settings], "without": without}
-            write(to, setting, log, states, command)
+            sha = hashlib.sha256()
+            for state in states:
+                sha.update(state.parameters.tobytes())
+            about = {
+                "run": str(folder),
+                "fork": cut,
+                "settings": [*settings],
+                "without": without,
+                "result": {name: float(value) for name, value in result.items()},
+                "digest": sha.hexdigest(),
+            }
+            write(to, setting, log, states, about)
         finally:
             setting.close()
-    sha = hashlib.sha256()
-    for state in states:
-        sha.update(state.parameters.tobytes())
     values = [f"{name} {value:.6g}" for name, value in result.items()]
     return "\n".join(
         [
             f"{to}: {pluralize(len(log.later), 'round')} after round {cut} of {folder}",
+            f"no logs; `mpigossip log show {folder}` shows the recorded training",
             *values,
             f"digest {sha.hexdigest()}",
         ]
@@ -404,7 +418,7 @@ def blamed(setting: Setting, disk: RecordStore, cut: int) -> tuple[float, dict[i
 
 
 def write(
-    to: Path, setting: Setting, log: ForkLog, states: Sequence[NodeState], command: dict[str, Any]
+    to: Path, setting: Setting, log: ForkLog, states: Sequence[NodeState], about: dict[str, Any]
 ) -> None:
     """Write a fork to a new folder, which gets its name only when all files are complete.
 
@@ -412,7 +426,7 @@ def write(
     :param setting: jobs of the fork
     :param log: all records of the fork
     :param states: models whose average is the result
-    :param command: arguments of the command, by which the fork can be repeated
+    :param about: arguments of the command, by which the fork can be repeated, and its result
     """
     to.parent.mkdir(parents=True, exist_ok=True)
     temporary = to.with_name(f".{to.name}-{secrets.token_hex(8)}")
@@ -423,7 +437,7 @@ def write(
         head = (log.place.disk.read(JOB, listed=True) or b"").decode().partition("\n")[0]
         assert head.startswith(f"# {FORMAT}")
         (temporary / JOB).write_text(f"{head}\n{text}", encoding="utf-8")
-        (temporary / FORK).write_text(json.dumps(command, indent=1), encoding="utf-8")
+        (temporary / FORK).write_text(json.dumps(about, indent=1), encoding="utf-8")
         for name, record in _records(log):
             path = temporary / name
             path.parent.mkdir(exist_ok=True)

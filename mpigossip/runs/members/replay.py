@@ -22,12 +22,11 @@ from mpigossip.runs.members.member import Member
 from mpigossip.runs.members.ranks import for_ranks
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
+from mpigossip.store.log_reading import FORK
 from mpigossip.training.assemble import assemble
 
 BITS = ("mpigossip", "torch", "processor", "machine", "threads", "ranks")
 """Keys of the facts in `Start.about` on which the bits of a model may depend."""
-FORK = "fork.json"
-"""Name of the file with the arguments of a fork, in its folder."""
 PROGRESS_ROUNDS = 100
 """Smallest number of rounds for which a replay reports its progress, after each tenth of them."""
 
