@@ -268,9 +268,10 @@ def _rounds(
     They are means over ranks of medians over measurements, and at least 1e-6. The kinds are a
     one-peer round and a global average of one vector. Consecutive rounds are timed together,
     because the first round after a barrier takes longer. Before each round, the cores compute as in
-    a step: if there are few cores, an exchange has to wait for them and for the slowest rank.
+    a step, because computation can delay an exchange if there are few cores, and because an
+    exchange waits for the slowest rank.
 
-    :param world: all ranks
+    :param world: inter-node ranks of this rank, which exchange with each other
     :param what: the job and its sizes
     :param elements: number of elements of the vector
     :param budget_s: seconds that measuring may take, approximately

@@ -388,9 +388,10 @@ def _check_plan(options) -> None:
 
 
 def _given(options) -> dict[str, float | None]:
-    """Return the properties of the machine that the options give or assume.
+    """Return the properties of the machine that follow from the options.
 
-    A property is None if it has to be measured or assumed otherwise.
+    A property that follows from no option is None: it is then measured, or a default is used. If
+    --latency is missing, --transport determines the latency.
 
     :param options: parsed options of `plan`
     :raises JobError: if a value is unknown, or if an option requires another that is missing

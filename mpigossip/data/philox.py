@@ -84,6 +84,6 @@ def permutations(
 
 
 def mixed(*numbers: int) -> int:
-    """Hash several 64-bit numbers to one number of 63 bits, for generators with one seed."""
+    """Hash several integers, modulo 2^64, to one 63-bit integer that can seed a generator."""
     packed = struct.pack(f"<{len(numbers)}Q", *(number & (1 << 64) - 1 for number in numbers))
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

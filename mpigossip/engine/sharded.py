@@ -48,9 +48,9 @@ def gather_full(tensor: Any) -> Any:
 def part_like(parameter: Any, full: Any) -> Any:
     """Return ``full`` as a DTensor that is sharded like ``parameter``.
 
-    Its local shard is a copy of this rank's rows of ``full``, on the parameter's device. ``full``
-    is returned as it is if it is no tensor or is sharded already, or if ``parameter`` is not
-    sharded or has another shape.
+    Its local shard is a copy of this rank's part of ``full`` along the sharded dimension, on the
+    parameter's device. ``full`` is returned as it is if it is no tensor or is sharded already, or
+    if ``parameter`` is not sharded or has another shape.
     """
     if not is_sharded(parameter) or not torch.is_tensor(full) or is_sharded(full):
         return full

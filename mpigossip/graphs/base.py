@@ -176,10 +176,16 @@ class Graph:
         sums = {"row-stochastic": rows, "column-stochastic": columns}
         needed = [sums[fact] for fact in sums.keys() & facts] or [min(rows, columns)]
         if not max(needed) <= TOLERANCE * max(self.n, 10):
+            known = sorted(sums.keys() & facts)
+            need = (
+                f"the first rounds are {' and '.join(known)}, so this round must be, too"
+                if known
+                else "either the rows (averaging) or the columns (push-sum) must sum to one in all "
+                "rounds"
+            )
             raise GraphError(
                 f'graph "{self.name}": in {where}, row sums differ from one by up to {rows:.3g} '
-                f"and column sums by up to {columns:.3g}; either the rows (averaging) or the "
-                "columns (push-sum) must sum to one in all rounds"
+                f"and column sums by up to {columns:.3g}; {need}"
             )
 
     @property

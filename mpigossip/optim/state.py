@@ -190,10 +190,10 @@ def put_back(optimizer: torch.optim.Optimizer, copies: Inner) -> None:
 
 
 def average_state(world: World, mixer: Mixer, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Average the optimizer's state over nodes; collective.
+    """Average the optimizer's state over nodes, in place; collective.
 
-    As for the momentum and moments of a job, this applies to floating-point tensors that have the
-    shape of their parameter and that exist on all nodes.
+    Only floating-point tensors that have the shape of their parameter, and that exist on all nodes,
+    are averaged. The same rule applies to the momentum and the moments of a job.
 
     :param world: all ranks
     :param mixer: mixer between the nodes

@@ -115,11 +115,14 @@ class JobNode:
         drawn_by = str(manifest.meta.get(NUMPY_KEY))[:40]
         installed = np.__version__
         if drawn_by == installed:
-            cause = "its samples or labels have changed; restore the data of the start of the run"
+            cause = (
+                "the samples or labels of this data have changed; restore the data of the start of "
+                "the run"
+            )
         else:
             cause = (
-                f"NumPy {drawn_by} drew it, but NumPy {installed} is installed: run `pip install "
-                f"numpy=={drawn_by}`, or restore the data if they have changed"
+                f"the partition was drawn by NumPy {drawn_by}, but NumPy {installed} is installed: "
+                f"run `pip install numpy=={drawn_by}`, or restore the data if they have changed"
             )
         raise StoreError(
             f'data.partition = "{self.job.data.partition}": the samples of data.source = '
@@ -205,7 +208,7 @@ class JobNode:
     # -- evaluation -------------------------------------------------------------------------------
 
     def to_evaluate(self) -> bool:
-        """Return whether the job evaluates at the current step, as it does at the last one."""
+        """Return whether the job evaluates after the current step; it does after its final step."""
         done = self.engine.index
         section = self.job.run
         epoch, over = divmod(done - self.shift, self.assembly.steps_per_epoch)

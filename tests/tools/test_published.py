@@ -123,7 +123,7 @@ def test_the_page_will_it_help_shows_all_cells():
 def test_the_page_shows_the_errors():
     page = (FOLDER / "README.md").read_text()
     groups = {"DiLoCo, LocalSGD": False, "DDP": True}
-    for fast, links in ((True, "1 Gbit/s and above"), (False, "below 1 Gbit/s")):
+    for fast, links in ((True, "about 1 Gbit/s and above"), (False, "below about 1 Gbit/s")):
         for name, ddp in groups.items():
             values = [abs(error) for error in errors(ddp, fast)]
             median, worst = statistics.median(values), max(values)
