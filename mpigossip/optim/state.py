@@ -193,7 +193,7 @@ def average_state(world: World, mixer: Mixer, optimizer: torch.optim.Optimizer) 
     """Average the optimizer's state over nodes, in place; collective.
 
     Only floating-point tensors that have the shape of their parameter, and that exist on all nodes,
-    are averaged. The same rule applies to the momentum and the moments of a job.
+    are averaged, as is the rule for the momentum and the moments of a job.
 
     :param world: all ranks
     :param mixer: mixer between the nodes
