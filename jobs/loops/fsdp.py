@@ -58,7 +58,9 @@ def main():
     device = world.device()
     model = shard(GPT().to(device), world.node_mesh(), options.bf16)  # <-
     optimizer = configure(model)
-    options_of_run = {"run": options.out, "steps": options.steps}
+    # The style "awc" sends the shards during forward and backward, which do not change them.
+    options_of_run = {"style": "awc", "wire": "bf16" if options.bf16 else "fp32"}
+    options_of_run |= {"run": options.out, "steps": options.steps}
     optimizer = mpigossip.Gossip(world, model, optimizer, **options_of_run)  # <-
     data = torch.tensor(list(options.text.read_bytes()))
     draw = torch.Generator().manual_seed(1337 + world.rank)

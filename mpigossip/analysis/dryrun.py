@@ -2,6 +2,7 @@
 
 import os
 import textwrap
+from collections.abc import Sequence
 
 from mpigossip import config
 from mpigossip.cluster.local_devices import local_rank
@@ -49,7 +50,7 @@ def describe(job: Job, nodes: int | None) -> str:
         ),
         *_rates(job, n, what.per_step, steps),
         *_traffic(job, planned, what),
-        *_memory(costs.memory(what, planned)),
+        *_memory(costs.memory(what, planned), what.slots * (job.node.devices,)),
     ]
     return "\n".join(lines)
 
@@ -109,11 +110,14 @@ def _traffic(job: Job, planned: costs.Exchanges, what: costs.Subject) -> list[st
     )
 
 
-def _memory(parts: dict[str, int]) -> list[str]:
+def _memory(parts: dict[str, int], devices: Sequence[str]) -> list[str]:
     """Return lines on the memory of a node by purpose.
 
     Activations, batches and libraries are not included.
+
+    :param parts: bytes of a node by purpose
+    :param devices: kinds of all slots of the node, as `node.devices` names them
     """
     listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items())
-    total = format_bytes(sum(parts.values()))
-    return _row("memory", f"{total} per node: {listed}; activations and batches are not included")
+    total = costs.describe_memory(parts, devices)
+    return _row("memory", f"{total}: {listed}; activations and batches are not included")

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from mpigossip.config import JobError
 from mpigossip.config.errors import STOPPED, WRONG
 from mpigossip.config.packaged import find
+from mpigossip.config.readable import pluralize
 from mpigossip.config.structure import Limit, structure
 from mpigossip.config.toml import near
 
@@ -125,6 +126,8 @@ class BatchRequest:
     """Time limit of the job, in seconds."""
     ranks: int = 1
     """Number of ranks per host."""
+    ranks_per_node: int = 1
+    """Number of ranks of a node of the graph, for a comment."""
     name: str = "mpigossip"
     """Name of the job, of which a script uses at most 40 characters."""
     account: str | None = None
@@ -337,6 +340,7 @@ def _shape(site: Site, request: BatchRequest) -> str:
     text = "One rank per host, which sees all its GPUs."
     if request.ranks > 1:
         text = f"{request.ranks} ranks per host; each sees all GPUs of the host and uses its own."
+        text += f" Each node of the graph has {pluralize(request.ranks_per_node, 'rank')}."
     differs = site.examples_use == "gpu" and request.ranks == 1
     return f"{text} The centre's own examples start one per GPU." if differs else text
 

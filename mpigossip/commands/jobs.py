@@ -91,7 +91,8 @@ def _job(options) -> None:
     if ranks_per_node == "auto":
         ranks_per_node = ranks if job.node.devices == "auto" else 1
         job = replace(job, node=replace(job.node, ranks_per_node=ranks_per_node))
-    nodes = options.nodes * ranks // (ranks_per_node if isinstance(ranks_per_node, int) else ranks)
+    per_node = ranks_per_node if isinstance(ranks_per_node, int) else ranks
+    nodes = options.nodes * ranks // per_node
     elsewhere = ("node.devices", "node.cuda_graphs")
     problems = [m for m in assemble.mistakes(job, nodes) if not m.startswith(elsewhere)]
     devices = [d for d in slots_of(job.node.devices) if d.startswith("cuda")]
@@ -119,6 +120,7 @@ def _job(options) -> None:
         nodes=options.nodes,
         seconds=batch.seconds_of(options.time),
         ranks=ranks,
+        ranks_per_node=per_node,
         name=job.run.name,
         account=options.account,
         partition=options.partition,

@@ -20,7 +20,7 @@ from mpigossip.engine.vector import named_arrays
 from mpigossip.graphs import Graph, spectral
 from mpigossip.groups.devices import unused_gpus_note
 from mpigossip.mixing.base import ExchangeKind, bytes_per_exchange
-from mpigossip.training.costs import add_memory, held
+from mpigossip.training.costs import add_memory, describe_memory, held
 from mpigossip.training.schedule import full_rate
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple
         *between(trainer.engine, graph, job.node, world),
         (
             "memory",
-            f"{format_bytes(_memory(progress, trainer, world))} per node, without activations",
+            f"{_memory(progress, trainer, world)}, without activations",
         ),
         ("rate", full_rate(job.schedule, per_step)[1]),
         ("steps", f"{progress.total_steps:,}, {progress.steps_per_epoch:,} per epoch"),
@@ -239,8 +239,8 @@ def _state(engine: Engine, graph: Graph, per_node: int) -> str:
     return f", and {', '.join(texts)}"
 
 
-def _memory(progress: Progress, trainer: Trainer, world: World) -> int:
-    """Return the number of bytes of memory of a node, without activations."""
+def _memory(progress: Progress, trainer: Trainer, world: World) -> str:
+    """Return a text on the bytes of memory of a node, without activations."""
     mixer = trainer.mixer
     replicas = trainer.replicas
     state = sum(
@@ -253,4 +253,4 @@ def _memory(progress: Progress, trainer: Trainer, world: World) -> int:
     memory = add_memory(mixer.memory(averages), others)
     messages = {name: per * count for name, count in memory.items()}
     parts = held(progress.job, replicas.flat, slots, per * state, messages, world.survives)
-    return sum(parts.values())
+    return describe_memory(parts, per * trainer.engine.group.devices)

@@ -1,7 +1,7 @@
 """Traffic and memory estimates of a job, computed without running it."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 from mpigossip.algorithms.base import Step
 from mpigossip.algorithms.cadence import Cadence, fixed_schedule, period_of
 from mpigossip.config import Job, JobError
+from mpigossip.config.readable import format_bytes
 from mpigossip.data.base import JobData
 from mpigossip.data.problems import Functions
 from mpigossip.data.sources import SOURCES, SyntheticSource, source
@@ -32,6 +33,8 @@ LONGEST = 200_000
 """Largest number of steps for which an adaptive cadence is simulated."""
 PERIODS = 20
 """Smallest number of periods of an adaptive cadence over which costs are averaged."""
+ON_HOST = ("messages' host", "snapshot for checkpoints", "copies for rank failures")
+"""Purposes of memory that is host memory even if the slots of a node are GPUs."""
 
 
 @dataclass(frozen=True)
@@ -384,3 +387,20 @@ def held(
     sizes |= {f"messages' {name}": count for name, count in messages.items() if count}
     sizes["snapshot for checkpoints"] = model + state
     return sizes | ({"copies for rank failures": copies * (model + state)} if copies else {})
+
+
+def describe_memory(parts: dict[str, int], devices: Sequence[str]) -> str:
+    """Return a text on the bytes of a node; for GPUs, also on the bytes per GPU and on the host.
+
+    Each slot has a replica and gradients. All other arrays on GPUs are divided among the slots.
+
+    :param parts: bytes of a node by purpose, as :func:`held` returns them
+    :param devices: devices of all slots of the node
+    """
+    total = sum(parts.values())
+    text = f"{format_bytes(total)} per node"
+    if devices[0].startswith("cpu"):
+        return text
+    on_host = sum(parts.get(purpose, 0) for purpose in ON_HOST)
+    per_device = (total - on_host) / len(devices)
+    return f"{text} ({format_bytes(per_device)} per GPU, {format_bytes(on_host)} on the host)"

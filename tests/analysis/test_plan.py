@@ -279,6 +279,22 @@ def test_the_text_names_the_origin_of_each_assumption(capsys):
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ([], "dsgd, style awc"),
+        (["algorithm.style=atc"], "dsgd, style atc"),
+        (["algorithm.name=momentum-tracking"], "momentum-tracking, style awc"),
+        (["algorithm.name=parallel"], "parallel; gossip as dmsgd-vanilla, style atc"),
+    ],
+)
+def test_the_text_names_the_style_of_the_algorithm(settings, says, capsys):
+    words = ["plan", "--parameters", "1M", "--nodes", "4", "--compute", "20ms"]
+    words += ["--bandwidth", "1Gbit", "--latency", "20us"]
+    assert not main([*words, *settings])
+    assert capsys.readouterr().out.splitlines()[0] == f"model: 1,000,000 parameters, {says}"
+
+
 def test_averages_of_state_take_time_and_bytes():
     """Adam's second moment is averaged every 32nd step, after the exchange of the model."""
     settings = ["local.name=adamw", "schedule.lr=0.005", "algorithm.style=atc"]

@@ -195,6 +195,9 @@ def test_a_job_with_a_period_is_compared_with_dsgd_in_each_step(name):
     (proposal,) = [p for p in offers if p.label == "dsgd, one-peer-exponential"]
     assert "algorithm.style=awc" in proposal.settings and proposal.row.hidden_s > 0
     assert proposal.evidence is None or proposal.evidence.method.startswith("dsgd")
+    assert text(JOB, offers, {}, N, ACCEPT).splitlines()[0] == (
+        "8 nodes, predicted, fastest first; style of dsgd: awc"
+    )
 
 
 def test_a_proposal_uses_the_planned_epochs_and_slots(what):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mpigossip.cli import main
 from mpigossip.cluster import batch
 from mpigossip.cluster.batch import BatchRequest, read_site, script, seconds_of, sites
 from mpigossip.config import JobError
@@ -190,6 +191,44 @@ def test_every_site_can_start_several_ranks_per_node(name):
         assert '"$TASKS"' in launch
     done = subprocess.run(["bash", "-n"], input=several, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("ranks", [None, 8])
+def test_the_script_of_a_loop_starts_the_requested_ranks_per_host(ranks, tmp_path):
+    """Programs in place of Slurm's print their arguments."""
+    for name, line in (("squeue", "echo 2030-01-01T00:00:00"), ("srun", 'echo "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environ |= {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "96"}
+    environ |= {"SLURM_NTASKS_PER_NODE": str(ranks)} if ranks else {}
+    loop = REPO / "jobs/loops/loop.sbatch"
+    command = ["bash", loop, "fsdp.py", "--bf16"]
+    done = subprocess.run(command, env=environ, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    per_host = ranks or 1
+    options = f"--ntasks-per-node={per_host} --cpus-per-task={96 // per_host} --cpu-bind=none"
+    assert done.stdout == f"{options} python fsdp.py --bf16\n"
+
+
+@on_each(
+    ("settings", "ranks"),
+    [
+        ((), "8 ranks"),
+        (("node.ranks_per_node=host",), "8 ranks"),
+        (("node.ranks_per_node=2",), "2 ranks"),
+        (("node.ranks_per_node=1",), "1 rank"),
+    ],
+)
+def test_the_script_of_a_job_names_the_ranks_of_a_node(settings, ranks, capsys, tmp_path):
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    (tmp_path / "bin/activate").write_text("")
+    words = ["job", "generic-slurm", JOB, "--nodes", "4", "--gpus", "8", "--time", "1h"]
+    words += ["--ranks", "8", "--venv", str(tmp_path), "node.devices=auto", *settings]
+    assert main(words) == 0
+    comment = f"uses its own. Each node of the graph has {ranks}."
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "uses its own" in line]
+    assert line.endswith(comment)
 
 
 def test_ranks_share_the_available_cores():

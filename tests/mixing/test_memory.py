@@ -9,6 +9,7 @@ import torch
 
 from mpigossip import mixing
 from mpigossip.cluster.world import SingleProcess
+from mpigossip.config.readable import format_bytes
 from mpigossip.graphs import graph
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.delayed import OLDEST, Faults
@@ -143,6 +144,29 @@ def test_an_asynchronous_run_of_eight_nodes_is_planned_as_it_is_opened():
     planned = costs.memory(what, costs.exchanges(what, 8))
     messages = sum(count for name, count in planned.items() if name.startswith("messages'"))
     assert np.isclose(messages / (4 * what.flat.size), 6, rtol=0.01)
+
+
+@pytest.mark.parametrize(("devices", "slots"), [("cuda:0-3", 4), ("cpu:2", 2)])
+def test_the_text_on_memory_names_the_bytes_per_gpu_and_on_the_host(devices, slots):
+    """A GPU has a replica, gradients, and its part of all arrays that are not host memory."""
+    settings = ["algorithm.name=dsgd", f"node.devices={devices}", "run.survive=true"]
+    what, _ = costs.subject(assemble.load({"model": {"name": "mlp"}}, settings))
+    assert what.slots == slots
+    planned = costs.memory(what, costs.exchanges(what, 4))
+    text = costs.describe_memory(planned, what.slots * (devices,))
+    total = format_bytes(sum(planned.values()))
+    assert text.startswith(f"{total} per node")
+    if devices.startswith("cpu"):
+        assert text == f"{total} per node"
+        return
+    host = {name for name in planned if "host" in name or "snapshot" in name or "copies" in name}
+    on_gpus = [count for name, count in planned.items() if name not in host]
+    model = 4 * what.flat.size
+    shared = sum(on_gpus) - 2 * slots * model
+    assert shared > 0 and len(host) >= 2
+    per_gpu = format_bytes(2 * model + shared / slots)
+    on_host = format_bytes(sum(planned[name] for name in host))
+    assert text == f"{total} per node ({per_gpu} per GPU, {on_host} on the host)"
 
 
 def test_copies_for_rank_failures_are_counted():

@@ -423,6 +423,40 @@ def test_the_study_of_the_readme_has_the_result_that_tutorial_3_shows():
     assert row.split()[2:5] == [shown[2], "±", shown[3]] and row.split()[-1] == shown[4]
 
 
+def test_the_times_of_each_style_on_the_page_of_a_gpt_are_what_plan_predicts(capsys):
+    page = PAGES["gpt-8x8"]
+    command = next(line for line in lines("gpt-8x8", ["bash"]) if "--compute 600ms" in line)
+
+    def planned(*more):
+        assert cli.main([*shlex.split(command)[1:], *more, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    def milliseconds(rows, graph="one-peer-exponential", wire="fp32"):
+        chosen = [
+            row
+            for row in rows
+            if (row["graph"], row["cadence"], row["wire"]) == (graph, "always", wire)
+        ]
+        return f"{1e3 * chosen[0]['step_s']:,.0f}"
+
+    own = planned()["rows"]
+    table = page.partition("| method | wire |")[2].partition("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in row.strip("| ").split("|")] for row in table]
+    shown = {(row[0], row[1].strip("`")): row[2] for row in cells}
+    expected = {("all-reduce (DDP), gradients bf16", ""): milliseconds(own, ALL_REDUCE)}
+    for style in ("awc", "atc"):
+        rows = planned(f"algorithm.style={style}")["rows"]
+        for wire in ("fp32", "bf16"):
+            expected[f"`dsgd`, style `{style}`", wire] = milliseconds(rows, wire=wire)
+    proposals = {row["label"]: row for row in planned("--best")["8"]["proposals"]}
+    seldom = 1e3 * proposals["diloco, H = 32"]["step_s"]
+    assert shown == expected | {("`diloco`, H = 32", "fp32"): f"{seldom:,.0f}"}
+    assert proposals["dsgd, one-peer-exponential"]["style"] == "awc"  # as in the output of plan
+    assert not any("qsgd" in label or "H = 4" in label for label in proposals)
+    float32 = milliseconds(planned("--dtype", "fp32")["rows"], ALL_REDUCE)
+    assert f"Float32 gradients take {float32} ms" in " ".join(page.split())
+
+
 def test_the_losses_and_the_memory_on_the_page_of_a_gpt_have_a_source():
     page = PAGES["gpt-8x8"]
     losses = page.partition("\n## Which loss")[2].partition("\n## ")[0]
@@ -436,7 +470,7 @@ def test_the_losses_and_the_memory_on_the_page_of_a_gpt_have_a_source():
     memory = costs.memory(what, costs.exchanges(what, 8))
     on_host = {"messages' host", "snapshot for checkpoints"}
     on_gpus = sum(count for name, count in memory.items() if name not in on_host)
-    assert on_host < memory.keys() and f"messages: {on_gpus / 8 / 1e9:.2f} GB." in page
+    assert on_host < memory.keys() and f"messages: {on_gpus / 8 / 1e9:.3g} GB." in page
 
 
 def test_will_it_help_has_the_situations_and_costs_that_were_measured():

@@ -16,6 +16,7 @@ from mpigossip.analysis.plan import (
     always_global,
     predict,
 )
+from mpigossip.analysis.plan.gpu_costs import style_of
 from mpigossip.analysis.plan.quality import Accept, Evidence, nearest
 from mpigossip.analysis.plan.report import three_digits
 from mpigossip.config import Job, JobError
@@ -53,6 +54,8 @@ class Proposal:
     """Prediction of the proposal; None until it is made."""
     evidence: Evidence | None = None
     """The nearest measurement of what the method costs; None: not measured."""
+    style: str = ""
+    """Style of its algorithm, "atc" or "awc"; "" if the algorithm has none."""
 
     @property
     def cost(self) -> str:
@@ -192,6 +195,7 @@ def proposals(
                     job_settings=job_settings,
                     row=row,
                     evidence=evidence,
+                    style=style_of(job),
                 )
             )
     if not fitting:
@@ -243,7 +247,9 @@ def text(
     :param accept: largest acceptable cost in quality
     """
     chosen = best(proposals, accept)
-    lines = [f"{n} nodes, predicted, fastest first"]
+    styled = [proposal for proposal in proposals if proposal.style]
+    styles = dict.fromkeys(f"; style of {p.label.partition(',')[0]}: {p.style}" for p in styled)
+    lines = wrap(f"{n} nodes, predicted, fastest first{''.join(styles)}", 80)
     notes = list(dict.fromkeys(proposal.cost for proposal in proposals))
     rows = [("", "ms/step", "MB/step", "cost")]
     for proposal in sorted(proposals, key=lambda proposal: proposal.row.step_s):
@@ -311,6 +317,7 @@ def as_json(
             "cost": proposal.cost,
             "evidence": asdict(proposal.evidence) if proposal.evidence else None,
             "settings": list(proposal.settings),
+            "style": proposal.style or None,
             "proposed": proposal is chosen,
             **proposal.row.as_json(),
         }

@@ -17,6 +17,7 @@ from mpigossip.analysis.plan import (
     choices,
 )
 from mpigossip.analysis.plan import name as named
+from mpigossip.analysis.plan.gpu_costs import style_of
 from mpigossip.config import CadenceSection, Job
 from mpigossip.config.choices import keyword_only, spec_of
 from mpigossip.config.readable import aligned, pluralize
@@ -102,6 +103,8 @@ def _head(what: Subject, machine: Machine, note: str) -> list[str]:
     method = job.algorithm.name
     if always_global(job):
         method = f"{method}; gossip as {GOSSIP}"
+    if style := style_of(choices(job)[1].job(job)):
+        method = f"{method}, style {style}"
     samples = f", {what.per_step} samples per node and step" if what.samples else ""
     if cadence := _name_cadence(job.cadence):
         method = f"{method}, {cadence}"
