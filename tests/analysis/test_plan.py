@@ -348,7 +348,10 @@ def test_rows_name_the_period_of_their_cadence(capsys):
         assert f"\n  {label} " in output
     assert not main([*words, "cadence.name=every", "cadence.period=16"])
     output = capsys.readouterr().out
-    assert "dsgd, every 16 steps" in output.splitlines()[0] and "\n  cadence always " in output
+    assert (
+        "dsgd, style atc, every 16 steps" in output.splitlines()[0]
+        and "\n  cadence always " in output
+    )
 
 
 def tokens(shape, classes):
