@@ -159,6 +159,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         if _prints_error(error):
             print_note(error)
         else:
+            if short := getattr(error, "short", ""):
+                print_note(short)
             time.sleep(SILENT_EXIT_S)
         return WRONG
     except Failure as error:

@@ -354,8 +354,8 @@ def _find_problems(site: Site, texts: Iterable[str], request: BatchRequest) -> l
         )
     if request.mpi is not None and not re.fullmatch(MPI_PLUGIN, request.mpi):
         problems.append(
-            f'--mpi "{request.mpi}": must be a plugin of Slurm, such as pmix (Open MPI) or pmi2 '
-            "(MPICH); `srun --mpi=list` prints their names"
+            f'--mpi "{request.mpi}": must be a plugin of Slurm, such as pmix (Open MPI), pmi2 '
+            "(MPICH) or cray_shasta (Cray MPICH); `srun --mpi=list` prints their names"
         )
     if request.nodes < 1:
         problems.append(f"--nodes {request.nodes}: must be at least 1")

@@ -61,7 +61,9 @@ def _add_job(commands) -> None:
         help="virtual environment of the job; default: the one of this command",
     )
     job.add_argument(
-        "--mpi", metavar="X", help="add --mpi=X to srun: pmix (Open MPI), pmi2 (MPICH)"
+        "--mpi",
+        metavar="X",
+        help="add --mpi=X to srun: pmix (Open MPI), pmi2 (MPICH), cray_shasta (Cray)",
     )
     job.add_argument(
         "--launcher",

@@ -161,8 +161,11 @@ def test_a_wrong_launcher_is_reported_and_the_rest_is_still_tested(tmp_path):
     done = alone(*QUICK, cwd=tmp_path, **env)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "wrong: mpi: 4 ranks were started" in done.stdout and "disk" in done.stdout
+    # This line comes before the tests of the host, which may outlast a launcher's patience.
+    assert "mpigossip doctor: 4 ranks were started" in done.stderr
     silent = alone(*QUICK, cwd=tmp_path, **env | {"OMPI_COMM_WORLD_RANK": "3"})
     assert silent.returncode == 1 and silent.stdout == ""
+    assert "rank 3 of 4 on " in silent.stderr and silent.stderr.count("\n") == 1
 
 
 def test_without_mpi_the_rest_is_tested(tmp_path):
