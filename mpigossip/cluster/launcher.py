@@ -166,9 +166,9 @@ PLUGINS = (  # The option for Cray MPICH is untested, as the pages say.
     "Cray MPICH"
 )
 MISMATCH = (  # the remedy in several messages
-    f"the launcher and MPI do not match. With Slurm, use {PLUGINS}; "
-    "otherwise start with the mpiexec of this MPI, or point mpi4py at the launcher's library (MPI4PY_LIBMPI=/path/to/libmpi.so.12). For one rank on "
-    "purpose: mpiexec -n 1"
+    f"the launcher and MPI do not match. With Slurm, use {PLUGINS}; otherwise start with the "
+    "mpiexec of this MPI, or point mpi4py at the launcher's library "
+    "(MPI4PY_LIBMPI=/path/to/libmpi.so.12). For one rank on purpose: mpiexec -n 1"
 )
 
 
