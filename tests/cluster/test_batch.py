@@ -402,6 +402,16 @@ def test_a_site_file_of_the_page_for_centres_gives_a_script(tmp_path, number):
     assert "module load mpigossip/0.2.0" in text
 
 
+def test_the_cray_example_for_centres_agrees_with_perlmutter(tmp_path):
+    text = (REPO / "tools" / "docs" / "centres.md").read_text("utf-8")
+    own = tmp_path / "cray.toml"
+    own.write_text(re.findall(r"^```toml\n(.*?)^```$", text, re.M | re.S)[1])
+    ours, theirs = read_site(str(own)), read_site("perlmutter")
+    same = ("launcher", "launcher_multi", "launcher_gpu", "gpus", "nics", "cores", "examples_use")
+    assert all(getattr(ours, name) == getattr(theirs, name) for name in same)
+    assert ours.environment == theirs.environment | {"CC": "gcc"}
+
+
 # -- nothing becomes a command ----------------------------------------------------------------
 
 EVIL = [
