@@ -138,7 +138,7 @@ class BatchRequest:
     mpi: str | None = None
     """Value of the option --mpi, which only srun has; None: the launcher is not changed."""
     handles_signals: bool = True
-    """Whether the program stops with a checkpoint at SIGUSR2; otherwise, the signal would kill it,
+    """True if the program stops with a checkpoint at SIGUSR2; otherwise, the signal would kill it,
     so the script does not request it."""
 
 
