@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 import mpigossip
@@ -159,6 +160,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         if _prints_error(error):
             print_note(error)
         else:
+            if short := getattr(error, "short", ""):
+                print_note(short)
             time.sleep(SILENT_EXIT_S)
         return WRONG
     except Failure as error:
@@ -206,13 +209,16 @@ def _unprinted(error: OSError | None = None) -> bool:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments; without any, print the help and exit.
 
-    Settings may follow options.
+    An optional job and settings may follow options.
     """
     top = parser()
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     _check_command(top, words)
     options, remaining = top.parse_known_args(words)
     settings = getattr(options, "settings", None)
+    may_be_job = bool(remaining) and "=" not in remaining[0] and not remaining[0].startswith("-")
+    if may_be_job and getattr(options, "job", "") is None:
+        options.job = Path(remaining.pop(0))
     if remaining and (
         settings is None or any("=" not in word or word[0] == "-" for word in remaining)
     ):

@@ -9,7 +9,7 @@ newest() {
 }
 before=$(newest)
 code=0
-@launcher@ mpigossip train @arguments@ || code=$?
+@launcher@ @command@ || code=$?
 if [ "$code" -eq 0 ]; then
     echo "batch: training has finished"
 elif [ "$code" -eq @wrong@ ] || [ "$(newest)" = "$before" ]; then

@@ -22,7 +22,15 @@ from pathlib import Path
 import torch
 
 import mpigossip
-from mpigossip.analysis.findings import GRACE_S, Finding, Findings, merged, report, watched
+from mpigossip.analysis.findings import (
+    GRACE_S,
+    Finding,
+    Findings,
+    complain,
+    merged,
+    report,
+    watched,
+)
 from mpigossip.cluster.launcher import LaunchError
 from mpigossip.cluster.local_devices import resolve_auto, slots_of
 from mpigossip.cluster.mpi_world import MPIWorld, open_world
@@ -77,7 +85,11 @@ def examine(options) -> int:
     try:
         ranks = open_world(options.timeout)
     except LaunchError as error:
+        if error.short:
+            complain(error.short if error.rank else str(error))
         if error.rank:
+            # A launcher may end rank 0, too, when this rank ends, so let it print its findings.
+            time.sleep(GRACE_S)
             return 1
         # Without MPI, this process can still check the rest of the machine.
         findings.append(Finding("mpi", "can't be used", "wrong", str(error)))

@@ -32,6 +32,9 @@ class Finding:
     """Values for the JSON output."""
 
 
+UNTESTED = "untested"
+"""Name of the finding that names the tests that were omitted."""
+
 SIGN = {"good": "ok", "note": "note", "wrong": "WRONG"}
 """Word for each level, with which the line of a finding begins."""
 
@@ -90,7 +93,11 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Return a text with the remedies of all notes and problems, then "ready" or "not ready"."""
+    """Return a text with the remedies of all notes and problems, and the verdict as its last line.
+
+    The verdict is "ready" or "not ready". If nothing is wrong, but tests were omitted because there
+    is one rank or one node, it is "ready, but not fully tested".
+    """
     notes = [
         f"note: {finding.name}: {finding.remedy}"
         for finding in findings
@@ -101,7 +108,9 @@ def verdict(findings: Sequence[Finding]) -> str:
         for finding in findings
         if finding.level == "wrong"
     ]
-    end = [*problems, "not ready"] if problems else ["ready"]
+    is_partial = any(finding.name == UNTESTED for finding in findings)
+    ready = "ready, but not fully tested" if is_partial else "ready"
+    end = [*problems, "not ready"] if problems else [ready]
     return "\n".join(["", *(wrapped(line, "  ") for line in [*notes, *end])])
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigossip.analysis import trials
-from mpigossip.analysis.findings import Finding, Findings, watched
+from mpigossip.analysis.findings import UNTESTED, Finding, Findings, watched
 from mpigossip.analysis.timing import stopwatch
 from mpigossip.cluster.mpi_world import MPIWorld
 from mpigossip.config.errors import Failure, UserError
@@ -82,6 +82,25 @@ def all_tests(
             "training",
             lambda activities: trials.compared(world, devices, options.graph, options.timeout),
         )
+    findings += untested(world)
+
+
+def untested(world: MPIWorld) -> list[Finding]:
+    """Return a finding that names the tests that were omitted, and a command that runs them.
+
+    The list is empty if nothing was omitted.
+
+    :param world: all ranks
+    """
+    if world.size == 1:
+        text = "MPI between ranks (exchange, routes) and training, because there is one rank"
+        remedy = "test them with `mpirun -n 2 mpigossip doctor`, or with srun over two hosts"
+    elif world.nodes.count == 1:
+        text = "training, because all ranks form one node"
+        remedy = "start the doctor on two hosts, or pass --ranks-per-node 1"
+    else:
+        return []
+    return [Finding(UNTESTED, text, "note", remedy)]
 
 
 def attempted(world: MPIWorld, name: str, work: Callable[[], Finding]) -> Finding:

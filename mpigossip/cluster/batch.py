@@ -140,6 +140,9 @@ class BatchRequest:
     """Command that replaces the site's launcher; None: the site's launcher."""
     mpi: str | None = None
     """Value of the option --mpi, which only srun has; None: the launcher is not changed."""
+    handles_signals: bool = True
+    """True if the program stops with a checkpoint at SIGUSR2; otherwise, the signal would kill it,
+    so the script does not request it."""
 
 
 # Options of each scheduler. {} is replaced by checked text only.
@@ -249,10 +252,43 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, request: Ba
     :raises JobError: if an argument is not valid or does not fit the site, or if a template is
         missing
     """
-    texts = [job, *settings, str(run), request.venv or "", request.launcher or ""]
+    texts = [job, *settings]
+    job = f"./{job}" if job.startswith("-") else job
+    return _fill(site, f"mpigossip train {shlex.join([job, *settings])}", texts, run, request)
+
+
+def program_script(site: Site, program: str, run: Path | None, request: BatchRequest) -> str:
+    """Return the batch script that starts a custom program on a site.
+
+    :param site: the site
+    :param program: command of each rank, such as "python train.py"; `$NAME` stands for an
+        environment variable, and all other characters are quoted
+    :param run: run directory of the program, in which the script looks for new checkpoints; None:
+        the script never queues the job again
+    :param request: the user's request
+    :raises JobError: as for :func:`script`, or if the program is empty or can't be split into words
+    """
+    words = _split_command(program, "--program")
+    if not words:
+        raise JobError("--program: must be a command, such as 'python train.py', but it is empty")
+    return _fill(site, " ".join(map(_quote_word, words)), [program], run, request)
+
+
+def _fill(
+    site: Site, command: str, texts: Sequence[str], run: Path | None, request: BatchRequest
+) -> str:
+    """Return the filled template of a site's scheduler.
+
+    :param site: the site
+    :param command: quoted command of each rank
+    :param texts: texts of the user in that command
+    :param run: run directory; None: the script does not queue the job again
+    :param request: the user's request
+    :raises JobError: as for :func:`script`
+    """
+    texts = [*texts, str(run or ""), request.venv or "", request.launcher or ""]
     if problems := _find_problems(site, texts, request):
         raise JobError(problems)
-    job = f"./{job}" if job.startswith("-") else job
     hours, rest = divmod(request.seconds, 3600)
     values = {
         "title": site.title,
@@ -270,13 +306,14 @@ def script(site: Site, job: str, settings: Sequence[str], run: Path, request: Ba
         "ranks": str(request.ranks),
         "shape": _shape(site, request),
         "launcher": _launch_command(site, request),
-        "arguments": shlex.join([job, *settings]),
+        "command": command,
         "run": shlex.quote(str(run)),
         "wrong": str(WRONG),
         "stopped": str(STOPPED),
     }
     template = find("templates") / f"{site.scheduler}.sh"
-    common = (find("templates") / "common.sh").read_text("utf-8")
+    end = "common.sh" if run else "once.sh"
+    common = (find("templates") / end).read_text("utf-8")
     text = template.read_text("utf-8").replace("@common@\n", common)
     # Use a single pass, so that inserted text is not substituted again.
     filled = re.sub(r"@([a-z]+)@", lambda match: values[match[1]], text)
@@ -358,8 +395,8 @@ def _find_problems(site: Site, texts: Iterable[str], request: BatchRequest) -> l
         )
     if request.mpi is not None and not re.fullmatch(MPI_PLUGIN, request.mpi):
         problems.append(
-            f'--mpi "{request.mpi}": must be a plugin of Slurm, such as pmix (Open MPI) or pmi2 '
-            "(MPICH); `srun --mpi=list` prints their names"
+            f'--mpi "{request.mpi}": must be a plugin of Slurm, such as pmix (Open MPI), pmi2 '
+            "(MPICH) or cray_shasta (Cray MPICH); `srun --mpi=list` prints their names"
         )
     if request.nodes < 1:
         problems.append(f"--nodes {request.nodes}: must be at least 1")
@@ -383,7 +420,7 @@ def _directives(site: Site, request: BatchRequest) -> list[str]:
             lines.append(f"{prefix} {form.format(value)}")
     if site.scheduler == "slurm" and site.gpus and not _names_gpus(site):
         lines.append(f"{prefix} --gpus-per-node={site.gpus}")
-    if site.scheduler == "slurm" and request.seconds >= EARLY_FROM_S:
+    if site.scheduler == "slurm" and request.seconds >= EARLY_FROM_S and request.handles_signals:
         lines.append(f"{prefix} --signal=USR2@{EARLY_S}")
     return lines
 
@@ -410,12 +447,12 @@ def _environment(site: Site, request: BatchRequest) -> list[str]:
     return lines
 
 
-def _split_command(command: str) -> list[str]:
+def _split_command(command: str, name: str = "launcher") -> list[str]:
     try:
         return shlex.split(command)
     except ValueError as error:
         raise JobError(
-            f"launcher {command!r}: this command can't be split into words ({error}); correct its "
+            f"{name} {command!r}: this command can't be split into words ({error}); correct its "
             "quotes"
         ) from None
 

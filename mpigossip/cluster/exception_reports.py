@@ -122,10 +122,11 @@ def exit_with_watchdog(number: int) -> None:
 
 
 def once(error: LaunchError) -> Callable:
-    """Return an exception hook that reports a failed launch on rank 0 only.
+    """Return an exception hook that reports a failed launch on rank 0, and briefly on other ranks.
 
-    Without this hook, each process would report the failure, because each process detects it. The
-    hook ends the process with exit code `WRONG`; on ranks other than 0, it first waits.
+    Without this hook, each process would report the failure with its traceback, because each
+    process detects it. The hook ends the process with exit code `WRONG`; on ranks other than 0, it
+    prints the error's short line, if it has one, and waits.
 
     :param error: error of the launch; the previous hook handles other exceptions
     """
@@ -138,6 +139,8 @@ def once(error: LaunchError) -> Callable:
         if error.rank == 0:
             write_stderr(format_error(error))
         else:
+            if error.short:
+                write_stderr(error.short)
             time.sleep(5 * GATHER_ERRORS_S)  # launchers end all ranks when the first one fails
         raise SystemExit(WRONG)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -26,12 +27,15 @@ class LaunchError(UserError):
     """Error that MPI is missing, or that its world differs from the processes of the launcher.
 
     Each process detects this independently. `rank` is the rank that the launcher assigned to it, so
-    that a program can print the message only if `rank` is 0.
+    that a program can print the message only if `rank` is 0. `short` is one line that the other
+    ranks print, because the output of rank 0 can be lost: a launcher may end rank 0 when another
+    rank fails, or write each rank's output to another file. If it is "", they print nothing.
     """
 
-    def __init__(self, message: str, rank: int = 0):
+    def __init__(self, message: str, rank: int = 0, short: str = ""):
         super().__init__(message)
         self.rank = rank
+        self.short = short
 
 
 def launcher_ranks(env: Mapping[str, str]) -> list[tuple[int, int, str]]:
@@ -91,7 +95,7 @@ def check_launcher(size: int, library: str, env: Mapping[str, str]) -> None:
         return
     rank, number, variable = launched[0]
     text = f"{number} ranks were started ({variable}={number}), but MPI ({_name(library)}) sees "
-    raise LaunchError(f"{text}a world of 1: {MISMATCH}", rank)
+    raise LaunchError(f"{text}a world of 1: {MISMATCH}", rank, _short(rank, number, library))
 
 
 def check_alone(size: int, env: Mapping[str, str], child: tuple[int, ...]) -> None:
@@ -153,15 +157,32 @@ def check_library(library: str, env: Mapping[str, str]) -> None:
     rank, number, variable = launched[0]
     starter = "Open MPI's launcher" if variable.startswith("OMPI") else launcher_name
     text = f"{number} ranks were started by {starter} ({variable}={number}), but MPI is"
-    raise LaunchError(f"{text} {_name(library)}: {MISMATCH}", rank)
+    short = _short(rank, number, library) if number > 1 else ""
+    raise LaunchError(f"{text} {_name(library)}: {MISMATCH}", rank, short)
 
 
-MISMATCH = (  # the remedy in several messages
-    "the launcher and MPI do not match. With Slurm, use `srun --mpi=pmi2` for MPICH or "
-    "`srun --mpi=pmix` for Open MPI; otherwise start with the mpiexec of this MPI, or point "
-    "mpi4py at the launcher's library (MPI4PY_LIBMPI=/path/to/libmpi.so.12). For one rank on "
-    "purpose: mpiexec -n 1"
+PLUGINS = (  # The option for Cray MPICH is untested, as the pages say.
+    "`srun --mpi=pmi2` for MPICH, `srun --mpi=pmix` for Open MPI or `srun --mpi=cray_shasta` for "
+    "Cray MPICH"
 )
+MISMATCH = (  # the remedy in several messages
+    f"the launcher and MPI do not match. With Slurm, use {PLUGINS}; otherwise start with the "
+    "mpiexec of this MPI, or point mpi4py at the launcher's library "
+    "(MPI4PY_LIBMPI=/path/to/libmpi.so.12). For one rank on purpose: mpiexec -n 1"
+)
+
+
+def _short(rank: int, number: int, library: str) -> str:
+    """Return the line that each rank other than 0 prints if MPI does not join the ranks.
+
+    :param rank: this process's rank, as the launcher has set it
+    :param number: number of ranks that the launcher started
+    :param library: version string of the MPI library
+    """
+    return (
+        f"rank {rank} of {number} on {platform.node()}: MPI ({_name(library)}) does not join the "
+        f"ranks; with Slurm, use {PLUGINS}; rank 0 prints the complete message"
+    )
 
 
 def _name(library: str) -> str:

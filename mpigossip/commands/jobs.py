@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 from mpigossip.commands.arguments import command, many, print_safe, settings
 
 if TYPE_CHECKING:
-    from mpigossip.cluster.batch import Site
+    from mpigossip.cluster.batch import BatchRequest, Site
     from mpigossip.config import Job
 
 JOB = """
 mpigossip job generic-slurm digits --nodes 4 --gpus 4 --time 10m
 mpigossip job perlmutter JOB.toml --nodes 32 --time 6h --account A >job.sh
+mpigossip job SITE --program 'python train.py' --run runs/x --nodes 8 --time 6h
 """
 
 
@@ -26,15 +27,28 @@ def add(commands) -> None:
 
 
 def _add_job(commands) -> None:
-    summary = "print the batch script that trains a job on a site"
+    summary = "print the batch script of a job, or of a program, for a site"
     job = command(commands, "job", _job, summary, JOB)
     job.add_argument(
         "site",
         metavar="SITE",
         help="name of a site (also of a file in $MPIGOSSIP_SITES), or path of its .toml",
     )
-    job.add_argument("job", type=Path, metavar="JOB.toml")
+    job.add_argument("job", type=Path, nargs="?", metavar="JOB.toml")
     settings(job)
+    job.add_argument(
+        "--program",
+        metavar="'WORDS'",
+        help="command of a custom loop, such as 'python train.py', in place of a job",
+    )
+    job.add_argument(
+        "--run",
+        type=Path,
+        dest="folder",
+        metavar="DIR",
+        help="run directory of the program, as in Gossip(run=DIR): after a stop with a new "
+        "checkpoint, the script queues the job again; default: it never does",
+    )
     job.add_argument(
         "--nodes", type=many, required=True, metavar="N", help="number of hosts to request"
     )
@@ -61,7 +75,9 @@ def _add_job(commands) -> None:
         help="virtual environment of the job; default: the one of this command",
     )
     job.add_argument(
-        "--mpi", metavar="X", help="add --mpi=X to srun: pmix (Open MPI), pmi2 (MPICH)"
+        "--mpi",
+        metavar="X",
+        help="add --mpi=X to srun: pmix (Open MPI), pmi2 (MPICH), cray_shasta (Cray)",
     )
     job.add_argument(
         "--launcher",
@@ -72,12 +88,92 @@ def _add_job(commands) -> None:
 
 def _job(options) -> None:
     from mpigossip.cluster import batch
+
+    site = batch.read_site(options.site)
+    site = replace(site, gpus=options.gpus or site.gpus)
+    _check_job(options)
+    if options.program is None:
+        _print_job(options, site)
+        return
+    if not batch.assigns_gpus(site):
+        print_safe(
+            f"mpigossip: the file of {site.title} has no number of GPUs per host, so Slurm assigns "
+            "none; --gpus G requests them",
+            file=sys.stderr,
+        )
+    scripts = [Path(word).stem for word in options.program.split() if word.endswith(".py")]
+    ranks = options.ranks or site.gpus or 1
+    handles_signals = options.folder is not None
+    wish = _request(options, ranks, [*scripts, "program"][0], handles_signals)
+    print_safe(batch.program_script(site, options.program, options.folder, wish), end="")
+
+
+def _check_job(options) -> None:
+    """Check that either a job or a program is named; a setting before options is no job.
+
+    :param options: parsed options of `job`
+    :raises JobError: if neither or both are named, or if an option needs the other of them
+    """
+    from mpigossip.config import JobError
+
+    if options.program is None:
+        if options.job is None:
+            raise JobError("name a job, such as digits, or a program: --program 'python train.py'")
+        if options.job.suffix == ".py":
+            raise JobError(
+                f'"{options.job}" is a program, not a job file: mpigossip job {options.site} '
+                f"--program 'python {options.job}' --nodes N --time T prints its batch script, and "
+                "`mpigossip examples copy loop` copies one for Slurm to edit"
+            )
+        if options.folder is not None:
+            raise JobError(
+                f"--run {options.folder}: only --program has this option; in a job, set "
+                f"run.output={options.folder}"
+            )
+    elif words := [str(word) for word in (options.job, *options.settings) if word is not None]:
+        raise JobError(
+            f"{' '.join(words)}: --program takes no job and no settings; write arguments of the "
+            f"program into its quotes: --program '{options.program} {' '.join(words)}'"
+        )
+
+
+def _request(options, ranks: int, name: str, handles_signals: bool = True) -> BatchRequest:
+    """Return the request for a batch job.
+
+    :param options: parsed options of `job`
+    :param ranks: number of ranks per host
+    :param name: name of the batch job
+    :param handles_signals: whether the program stops with a checkpoint at SIGUSR2
+    """
+    from mpigossip.cluster import batch
+
+    return batch.BatchRequest(
+        nodes=options.nodes,
+        seconds=batch.seconds_of(options.time),
+        ranks=ranks,
+        name=name,
+        account=options.account,
+        partition=options.partition,
+        qos=options.qos,
+        venv=_venv(options.venv),
+        launcher=options.launcher,
+        mpi=options.mpi,
+        handles_signals=handles_signals,
+    )
+
+
+def _print_job(options, site: Site) -> None:
+    """Check a job, and print its batch script.
+
+    :param options: parsed options of `job`
+    :param site: the site
+    :raises JobError: if the job has errors
+    """
+    from mpigossip.cluster import batch
     from mpigossip.cluster.local_devices import slots_of
     from mpigossip.config import JobError
     from mpigossip.training import assemble
 
-    site = batch.read_site(options.site)
-    site = replace(site, gpus=options.gpus or site.gpus)
     job = assemble.load(options.job, options.settings, resolve=False)
     if not (batch.assigns_gpus(site) or job.node.devices.startswith("cpu")):
         raise JobError(
@@ -116,19 +212,8 @@ def _job(options) -> None:
             "checkpoint.every_steps=N to write one every N steps",
             file=sys.stderr,
         )
-    wish = batch.BatchRequest(
-        nodes=options.nodes,
-        seconds=batch.seconds_of(options.time),
-        ranks=ranks,
-        ranks_per_node=per_node,
-        name=job.run.name,
-        account=options.account,
-        partition=options.partition,
-        qos=options.qos,
-        venv=_venv(options.venv),
-        launcher=options.launcher,
-        mpi=options.mpi,
-    )
+    request = _request(options, ranks, job.run.name)
+    wish = replace(request, ranks_per_node=per_node)
     print_safe(batch.script(site, str(options.job), options.settings, job.run.folder, wish), end="")
 
 
@@ -164,13 +249,21 @@ def _venv(folder: Path | None) -> str | None:
     """Return the virtual environment of the batch job.
 
     :param folder: value of --venv; None: use the virtual environment of this process, if any
-    :raises JobError: if the folder is not a virtual environment
+    :raises JobError: if the folder exists, but is not a virtual environment
     """
     from mpigossip.config import JobError
 
     if folder is None:
         return sys.prefix if sys.prefix != sys.base_prefix else None
-    if not (folder / "bin" / "activate").exists():
+    if not folder.exists():
+        print_safe(
+            f'mpigossip: --venv "{folder}" does not exist here; the script activates it on the '
+            "compute hosts, so check its path there. If Spack or EasyBuild installed mpigossip, "
+            "there is no virtual environment: omit --venv, and name the module in `modules` of the "
+            "site's file",
+            file=sys.stderr,
+        )
+    elif not (folder / "bin" / "activate").exists():
         raise JobError(
             f'--venv "{folder}" is not a virtual environment: it has no bin/activate; create one '
             f"with `python3 -m venv {folder}`, or name another folder"

@@ -65,9 +65,11 @@ def test_one_process_runs_all_tests_and_is_ready(tmp_path):
         "gpu-aware",
     ):
         assert f" {name} " in done.stdout
-    assert done.stdout.rstrip().endswith("ready")
     assert str(tmp_path) in done.stdout and "1 link:" in done.stdout
     assert list(tmp_path.iterdir()) == []
+    assert "note   untested   " in done.stdout and "there is one rank" in done.stdout
+    assert "note: untested: test them with `mpirun -n 2 mpigossip doctor`" in done.stdout
+    assert done.stdout.splitlines()[-1] == "ready, but not fully tested"
 
 
 @pytest.mark.parametrize("n, graph", [every(3, "ring"), (4, "one-peer-exponential")])
@@ -88,7 +90,7 @@ def test_on_ranks_put_is_tested_to_every_neighbour(pooled, n, graph):
     assert {(link["from"], link["to"]) for link in routes["data"]["links"]} == links
     assert all(link["way"] == "read (same host)" for link in routes["data"]["links"])
     (run,) = named(result, "training")
-    assert run["data"]["exact"] and result["ready"]
+    assert run["data"]["exact"] and result["ready"] and not named(result, "untested")
     (mpi,) = named(result, "mpi")
     assert mpi["data"]["size"] == n and mpi["data"]["thread_level"] == "MULTIPLE"
     assert set(named(result, "gpu-aware")[0]["data"]) >= {
@@ -96,6 +98,13 @@ def test_on_ranks_put_is_tested_to_every_neighbour(pooled, n, graph):
         "MPIX_Query_cuda_support",
         "MPICH_GPU_SUPPORT_ENABLED",
     }
+
+
+def test_ranks_of_one_node_do_not_test_training_and_say_so(pooled):
+    done = pooled(2, *DOCTOR, *QUICK, "--ranks-per-node", "2", timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " routes " in done.stdout and "all ranks form one node" in done.stdout
+    assert done.stdout.splitlines()[-1] == "ready, but not fully tested"
 
 
 @pytest.mark.both
@@ -152,8 +161,11 @@ def test_a_wrong_launcher_is_reported_and_the_rest_is_still_tested(tmp_path):
     done = alone(*QUICK, cwd=tmp_path, **env)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "wrong: mpi: 4 ranks were started" in done.stdout and "disk" in done.stdout
+    # This line comes before the tests of the host, which may outlast a launcher's patience.
+    assert "mpigossip doctor: 4 ranks were started" in done.stderr
     silent = alone(*QUICK, cwd=tmp_path, **env | {"OMPI_COMM_WORLD_RANK": "3"})
     assert silent.returncode == 1 and silent.stdout == ""
+    assert "rank 3 of 4 on " in silent.stderr and silent.stderr.count("\n") == 1
 
 
 def test_without_mpi_the_rest_is_tested(tmp_path):

@@ -441,6 +441,16 @@ def test_a_site_file_of_the_page_for_centres_gives_a_script(tmp_path, number):
     assert "module load mpigossip/0.2.0" in text
 
 
+def test_the_cray_example_for_centres_agrees_with_perlmutter(tmp_path):
+    text = (REPO / "tools" / "docs" / "centres.md").read_text("utf-8")
+    own = tmp_path / "cray.toml"
+    own.write_text(re.findall(r"^```toml\n(.*?)^```$", text, re.M | re.S)[1])
+    ours, theirs = read_site(str(own)), read_site("perlmutter")
+    same = ("launcher", "launcher_multi", "launcher_gpu", "gpus", "nics", "cores", "examples_use")
+    assert all(getattr(ours, name) == getattr(theirs, name) for name in same)
+    assert ours.environment == theirs.environment | {"CC": "gcc"}
+
+
 # -- nothing becomes a command ----------------------------------------------------------------
 
 EVIL = [
@@ -701,6 +711,59 @@ def test_the_command_warns_of_idle_gpus(alone, tmp_path):
     done = alone("job", "perlmutter", JOB, *given, "--venv", str(tmp_path))
     assert done.returncode == 2 and "is not a virtual environment" in done.stderr
     assert "leaves the 4 GPUs" in done.stderr
+
+
+GIVEN = ["--gpus", "4", "--nodes", "2", "--time", "2h"]
+
+
+def test_a_program_gets_the_script_of_a_job_with_its_own_command(alone):
+    words = ["--program", "python train.py --out 'a b' $SCRATCH", "--run", "runs/a b", *GIVEN]
+    done = alone("job", "generic-slurm", *words)
+    assert done.returncode == 0, done.stderr
+    assert '$CORES" --cpu-bind=none python train.py --out \'a b\' "$SCRATCH" ||' in done.stdout
+    assert "run='runs/a b'\n" in done.stdout and "scontrol requeue" in done.stdout
+    assert "#SBATCH --job-name=train\n" in done.stdout
+    assert "#SBATCH --ntasks-per-node=4\n" in done.stdout and "USR2@180" in done.stdout
+
+
+def test_a_job_may_follow_the_options(alone):
+    done = alone("job", "generic-slurm", *GIVEN, JOB, "run.epochs=2")
+    assert done.returncode == 0 and "digits.toml run.epochs=2 ||" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("code", [0, 1, STOPPED])
+def test_a_program_without_a_run_directory_is_never_queued_again(execute, alone, code):
+    done = alone("job", "generic-slurm", "--program", "python train.py", *GIVEN)
+    assert done.returncode == 0 and "no run directory" in done.stdout.replace("\n# ", " ")
+    # A program that does not handle the signal would be killed by it.
+    assert "USR2" not in done.stdout
+    text = re.sub("^(module|source) .*", "", done.stdout, flags=re.M)
+    ended, words = execute(text, CODE=str(code))
+    assert ended.returncode == code and "scontrol" not in words
+    assert words[words.index("python") : words.index("END")] == ["python", "train.py"]
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["train.py"], "--program 'python train.py'"),
+        ([], "name a job, such as digits, or a program"),
+        (["digits", "--program", "python a.py"], "--program takes no job"),
+        (["digits", "--run", "runs/a"], "set run.output=runs/a"),
+        (["--program", "python 'a"], "can't be split into words"),
+        (["--program", " "], "such as 'python train.py'"),
+    ],
+)
+def test_a_program_and_a_job_are_not_confused(alone, words, says):
+    done = alone("job", "generic-slurm", *words, *GIVEN)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_virtual_environment_that_is_not_here_is_a_warning(alone):
+    done = alone("job", "generic-slurm", JOB, *GIVEN, "--venv", "/nowhere/venv")
+    assert done.returncode == 0, done.stderr
+    assert "source /nowhere/venv/bin/activate" in done.stdout
+    assert '--venv "/nowhere/venv" does not exist here' in done.stderr
 
 
 @pytest.mark.parametrize("name", ["train.sbatch", "sweep.sbatch", "report.sbatch", "run.sh"])

@@ -470,7 +470,19 @@ def test_a_world_of_one_with_several_launched_ranks_is_rejected(env, variable, r
         check_launcher(1, "MPICH Version:\t5.0.2\nbuilt …", env)
     assert error.value.rank == rank
     assert "(MPICH Version: 5.0.2" in str(error.value)
-    assert "mpiexec -n 1" in str(error.value)
+    assert "mpiexec -n 1" in str(error.value) and "--mpi=cray_shasta" in str(error.value)
+    assert error.value.short.startswith(f"rank {rank} of 8 on ")
+    assert "\n" not in error.value.short and "--mpi=cray_shasta" in error.value.short
+
+
+def test_each_task_of_a_world_of_one_prints_a_line_in_case_rank_0_prints_nothing(mpirun, tmp_path):
+    task = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}
+    program = script("mpigossip.world()")
+    command = ["mpigossip", "train", "digits", "run.steps=0"]
+    for words in (program, command):
+        done = mpirun(0, words, cwd=tmp_path, env=task, timeout=60)
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr.count("\n") == 1 and "rank 3 of 8 on " in done.stderr
 
 
 def test_a_deadline_waits_and_names_the_late_event():

@@ -25,6 +25,7 @@ from mpigossip import cli, config
 from mpigossip.analysis.plan import ALL_REDUCE
 from mpigossip.analysis.plan.quality import EVIDENCE as EVIDENCE_OF_QUALITY
 from mpigossip.commands.arguments import every
+from mpigossip.config import errors
 from mpigossip.config.sections import SECTIONS
 from mpigossip.store import log
 from mpigossip.training import assemble, costs
@@ -73,6 +74,14 @@ def test_the_reference_has_every_command_option_name_column_code_and_variable():
     sources = [path.read_text() for path in (ROOT / "mpigossip").rglob("*.py")]
     own = {name for text in sources for name in re.findall(r'"(MPIGOSSIP_[A-Z_]+)"', text)}
     assert own <= REFERENCE["VARIABLES"].keys()
+
+
+def test_exit_codes_are_explained_in_one_table():
+    codes = REFERENCE["exit_codes"]()
+    known = (errors.OK, errors.FAILED, errors.WRONG, errors.STOPPED)
+    assert list(codes) == [*map(str, known), "others"] and all(codes.values())
+    page = REFERENCE["files_page"]()
+    assert all(f"| {code} | {meaning} |" in page for code, meaning in codes.items())
 
 
 def callables():
@@ -295,7 +304,7 @@ def test_the_script_of_a_rank_for_each_gpu_is_as_the_page_says(capsys, monkeypat
         "--ntasks-per-node=4",
         "--gpus-per-node=4",
         "module load openmpi",
-        "node.ranks_per_node=host",
+        "mpigossip train digits ||",
         "RANKS=4 TASKS=32",
     ):
         assert part in script

@@ -318,21 +318,18 @@ def files_page() -> str:
     lines += [inspect.getdoc(checkpoint).split("\n", 2)[2], "", "The file of a node:", ""]
     lines += [inspect.getdoc(checkpoint.NodeState), "", "## Exit codes", ""]
     lines += table_head("code", "meaning")
-    lines += [table_row(str(code), text) for code, text in exit_codes().items()]
+    lines += [table_row(code, text) for code, text in exit_codes().items()]
     lines += ["", "## Environment variables", "", *table_head("variable", "meaning")]
     lines += [table_row(f"`{name}`", text) for name, text in VARIABLES.items()]
     return "\n".join([*lines, ""])
 
 
-def exit_codes() -> dict[int, str]:
-    """Return the meaning of each exit code."""
-    return {
-        errors.OK: "done",
-        errors.FAILED: "the run failed; the message says where",
-        errors.WRONG: "an error of the user, or a check that reports a problem",
-        errors.STOPPED: "stopped before its end, with a checkpoint: start the same command again",
-        130: "interrupted at the keyboard",
-    }
+def exit_codes() -> dict[str, str]:
+    """Return the meaning of each exit code, from the table on the page for computing centres."""
+    text = (Path(__file__).parent / "centres.md").read_text("utf-8")
+    section = text.partition("\n## Exit codes\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
+    return {code: meaning for code, meaning, *_ in rows[1:]}
 
 
 PAGES = {

@@ -1,0 +1,6 @@
+# The script does not queue the job again, because it knows no run directory of the program in which it
+# could find a new checkpoint. `mpigossip job … --run DIR` writes a script that does.
+code=0
+@launcher@ @command@ || code=$?
+echo "batch: the program ended with exit code $code"
+exit "$code"
