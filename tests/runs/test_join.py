@@ -180,6 +180,15 @@ def test_the_time_of_a_round_excludes_an_outage(tmp_path, monkeypatch):
     assert len(rounds) == 1 and abs(rounds[0]) < 1e-3
 
 
+@pytest.mark.parametrize("steps", [66, 67])
+def test_more_steps_than_the_epochs_give_are_reported(tmp_path, capsys, steps):
+    made = job("run.epochs=3", f"run.steps={steps}")
+    assert not join(tmp_path / "run", made, lease_s=30.0, stop=lambda: True)["finished"]
+    note = capsys.readouterr().err
+    is_noted = "run.steps = 67: has no effect, because run.epochs = 3 gives only 66 steps" in note
+    assert is_noted == (steps > 66) and ("with run.epochs=4" in note) == is_noted
+
+
 def test_a_member_leaves_and_another_continues(tmp_path, capsys):
     folder = tmp_path / "run"
     asked = []
