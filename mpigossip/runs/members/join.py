@@ -263,14 +263,12 @@ class _Watched:
             raise StopRequested
 
     def _check_round(self) -> None:
-        """Check that five rounds fit into a lease, by the second round; warn if H is small."""
+        """Check that five rounds fit into a lease, by the second round; hint if H is small."""
         place = self.live.place
         seconds = self.live.round_seconds()
         check_lease(place.plan.lease_s, seconds)
-        if warning := describe_slow_folder(
-            self.folder_s, seconds, self.member.steps * place.chunks
-        ):
-            place.report(warning)
+        if hint := describe_slow_folder(self.folder_s, seconds, self.member.steps * place.chunks):
+            place.report(hint)
 
     def _log(self, record: StepMetrics, chunk: int) -> None:
         """Log a step.
