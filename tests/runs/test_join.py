@@ -198,8 +198,17 @@ def test_a_member_leaves_and_another_continues(tmp_path, capsys):
         return len(asked) > 9
 
     assert not join(folder, job(), lease_s=30.0, stop=stop)["finished"]
+    export = ["checkpoint", "export", str(folder), "--out", str(tmp_path / "model.pt")]
+    assert cli.main(export) == 2
+    text = capsys.readouterr().err
+    assert "has not ended" in text and "--place P --round R" in text
+    assert cli.main([*export, "--place", "0", "--round", "1"]) == 0
     (one,) = members(folder, 1)
     assert one["finished"] and one["places"] == [1]
+    capsys.readouterr()
+    assert cli.main(export) == 0
+    nodes = checkpoint.read_manifest(checkpoint.latest(folder)).n
+    assert f"the average of the last models of {nodes} of 2 places" in capsys.readouterr().out
     assert cli.main(["replay", str(folder), "--place", "0", "--rounds", "1:2"]) == 0
     assert "2 rounds of 1 place repeated" in capsys.readouterr().out
     with pytest.raises(SystemExit):
