@@ -12,6 +12,7 @@ from mpigossip.members.place import BEHIND, Place, TrainingPlan
 from mpigossip.members.records import RecordStore, Round, Start, Version
 from mpigossip.runs.members import fork as forks
 from mpigossip.runs.members import join as joining
+from mpigossip.runs.members import replay as replays
 from mpigossip.runs.members.fork import NO_CHANGE, Setting, fork
 from mpigossip.runs.members.fork_schedule import Change, ForkSchedule, Turn
 from mpigossip.runs.members.member import Member
@@ -149,6 +150,16 @@ def test_a_fork_without_a_change_has_the_recorded_schedule(run):
     assert log.rounds == recorded.rounds and log.starts == recorded.starts
     assert log.end == recorded.end and not log.is_changed
     assert all(log.round(version).age > 4 for version in log.later)
+
+
+def test_the_progress_of_a_fork_does_not_say_that_rounds_are_equal(
+    run, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(replays, "PROGRESS_ROUNDS", 10)
+    fork(run[0], 0, tmp_path / "new", ["schedule.lr=0.001"])
+    notes = capsys.readouterr().err
+    assert re.search(r"^mpigossip: \d+ of 33 rounds are repeated$", notes, re.MULTILINE)
+    assert "equal" not in notes
 
 
 def steps_of(log, period=4):

@@ -88,6 +88,8 @@ class ForkLog(ReplayLog):
     too.
     """
 
+    done_text = "repeated"
+
     def __init__(
         self,
         place: Place,
