@@ -221,6 +221,8 @@ def test_a_member_leaves_and_another_continues(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert shown.startswith("dsgd, 2 places\n") and one["digest"] in shown
     assert "step 44 (2.00 epochs), 2 places x 1 slot" in shown
+    steps = shown.partition("\nmetrics of steps:\n\n")[2].partition("\n\n")[0]
+    assert steps.split()[0] == "step" and "loss" in steps and len(steps.split("\n")) > 4
     assert re.search(
         r"^  44   2\.00 ", shown, re.M
     )  # the history does not count steps after the newest model
