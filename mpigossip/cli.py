@@ -22,6 +22,8 @@ from mpigossip.config.readable import OF_STDOUT, print_note, printable
 
 COMMANDS = ("train", "files", "graph", "machine", "jobs")
 """Modules of `mpigossip.commands`, in the order of the help."""
+TOPICS = {"members": ["join"], "member": ["join"]}
+"""Commands to which the name of a topic hints, because it is not a command itself."""
 REMEDIES = {
     errno.EACCES: "ask its owner for permission",
     errno.EPERM: "ask its owner for permission",
@@ -240,7 +242,9 @@ def _check_command(top: argparse.ArgumentParser, arguments: list[str]) -> None:
 
     commands = [words for words, _ in every(top) if words]
     if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
-        matches = [words for words in commands if words.endswith(f" {arguments[0]}")]
+        matches = TOPICS.get(arguments[0]) or [
+            words for words in commands if words.endswith(f" {arguments[0]}")
+        ]
         hint = " or ".join(f"`mpigossip {words}`" for words in matches)
         hint = (
             f"did you mean {hint}?"

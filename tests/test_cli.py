@@ -128,6 +128,7 @@ SEARCH = ["graph", "search", "--nodes", "8", "--out", "g.json"]
         (["examples", "copy", "gpt", "--to", JOB], "a file with this name exists"),
         (["doctor", "--devices", "gpu"], 'argument --devices: "gpu": must be "auto"'),
         (["plot", "runs/digits"], "did you mean `mpigossip log plot`?"),
+        (["members"], "did you mean `mpigossip join`?"),
         (["simulat", JOB], 'did you mean "simulate"?'),
         (["log", "plot", JOB], "digits.toml"),
         (["data", "show", JOB], "digits.toml"),

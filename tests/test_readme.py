@@ -172,6 +172,26 @@ def test_the_page_of_commands_runs_as_pasted_and_prints_lines_of_the_forms_shown
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.every
+def test_the_trial_of_members_prints_lines_of_the_forms_shown(shell):
+    """One member trains one chunk, which a replay and a fork repeat; none is killed."""
+    trial = text("tools/docs/members.md").partition("\n## Try it in two ")[2].partition("\n## ")[0]
+    examples = EXAMPLE.findall(trial)
+    assert [command.split()[1] for command, _ in examples] == ["join", "replay", "replay"]
+    wrong = []
+    for command, block in examples:
+        printed = iter(forms(shell(command.replace("--fork 100", "--fork 0"))))
+        shown = [line for line in block.splitlines() if not line.startswith("mpigossip: ")]
+        wrong += [
+            f"{command}: {line}"
+            for line in forms(
+                "\n".join(shown).replace("rounds", "round").replace("places", "place")
+            )
+            if line != "…" and line not in printed
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_a_few_lines_load_the_exported_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = [ROOT / "jobs/digits.toml", "--nodes", 2, "run.steps=1", "run.output=runs/digits"]

@@ -80,6 +80,9 @@ def table(log: Log) -> str:
     if not columns:
         lines += ["no evaluation; metrics of steps:", ""]
     lines += [aligned(rows if columns else _logged(log), left=())]
+    # Members evaluate only at the end, so that the evaluation does not show the course of training.
+    if columns and of_members(log) and (logged := _logged(log)):
+        lines += ["", "metrics of steps:", "", aligned(logged, left=())]
     if log.nodes > 1 and np.isfinite(local).any():
         lines += [
             f"* {first} of each node on its own 1/{log.nodes} of the test samples, and the",

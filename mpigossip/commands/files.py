@@ -204,6 +204,13 @@ def _checkpoint_of(path: Path) -> Path:
     if (run_named(path) / "checkpoint.h5").exists():
         return path
     newest, damaged = checkpoint.newest(path)
+    is_of_members = (path / "places").is_dir()
+    if is_of_members and newest is None and not damaged and not (path / "END").exists():
+        raise StoreError(
+            f'the training in "{path}" has not ended, and members write a checkpoint only at the '
+            f"end: wait for it, or export the model of one round by `mpigossip checkpoint export "
+            f"{path} --out OUT --place P --round R`"
+        )
     if damaged or newest is None:
         problem = f'"{path}" is neither a checkpoint nor a run with one: name another path'
         problem = (

@@ -46,7 +46,7 @@ def _round(disk: RecordStore) -> float:
 
 
 def describe_slow_folder(folder_s: float, round_s: float, steps: int) -> str:
-    """Return a warning if a round spends more than a tenth of its time on the folder; otherwise "".
+    """Return a hint if a round spends more than a tenth of its time on the folder; otherwise "".
 
     The smallest sensible number of steps is H = ⌈(1 − s)/s · f/c⌉, where s is `SHARE`, f the
     seconds for operations of the folder, and c the seconds of a step without them.
@@ -60,7 +60,7 @@ def describe_slow_folder(folder_s: float, round_s: float, steps: int) -> str:
     step_s = max(round_s - folder_s, 0.01 * round_s) / steps
     sensible = math.ceil((1 - SHARE) / SHARE * folder_s / step_s)
     return (
-        f"a round takes {round_s:.2g} s, of which {folder_s:.2g} s are operations of the folder: "
-        f"with cadence.period = {steps}, that is more than a tenth; begin in another folder with "
-        f"cadence.period = {sensible} or more"
+        f"hint (training continues): a round takes {round_s:.2g} s, of which {folder_s:.2g} s are "
+        f"operations of the folder, more than a tenth; with cadence.period = {sensible} or more "
+        f"instead of {steps}, a training in another folder would spend less time on them"
     )

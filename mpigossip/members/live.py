@@ -674,6 +674,7 @@ class FolderExchange:
                 continue
             if self._stopping():
                 raise StopRequested
+            self.place.report_wait()
             time.sleep(self.poll_s)
 
     @property

@@ -38,6 +38,8 @@ KEEP = 3
 OLD = 4 * BEHIND
 """Difference in age from the newest model, in rounds of the largest length, at which the models of
 a closed place are removed: no member starts with them any more."""
+NOTED_SILENCE_S = 5.0
+"""Silence, in seconds, of a place that other members wait for, after which they report the wait."""
 ROUNDS_PER_LEASE = 5
 """Smallest number of rounds that a lease has to last."""
 LEASES = 16
@@ -140,6 +142,7 @@ class Place:
         self._reported: set[str] = set()
         self.ledger = Ledger(disk, plan.chunks, plan.block, self.chance)
         self._claimed_at: dict[str, float] = {}
+        self._awaited: dict[int, float] = {}
         self._end_listed = False
 
     # -- joining ----------------------------------------------------------------------------------
@@ -331,6 +334,7 @@ class Place:
         The result is None if nothing can be claimed now.
         """
         if not self.remaining:
+            self._awaited.clear()
             claimed = self.ledger.claim(self)
             if claimed is None:
                 return None
@@ -386,14 +390,35 @@ class Place:
         chain = self.refresh(claim.place)
         since = max(chain.seen, self._claimed_at.setdefault(name, self.now()))
         missing = _trained_chunks(chain, name, claim, count) < count
-        if missing and chain.closed is None and self.now() - since > chain.promise:
-            self.fence(claim.place)
+        if missing and chain.closed is None:
+            self._awaited[claim.place] = since
+            if self.now() - since > chain.promise:
+                self.fence(claim.place)
         done = _trained_chunks(chain, name, claim, count)
         if done:
             first = self.record(claim.place, claim.first, listed=True)
             if not isinstance(first, Round) or first.claim != name or first.chunk != claim.chunk:
                 return 0, True
         return done, chain.closed is not None
+
+    def report_wait(self) -> None:
+        """Report, once for each place, that this member waits for the chunks of silent places.
+
+        The waiting member calls this method after :meth:`chunk` has returned None. Silence that is
+        shorter than `NOTED_SILENCE_S` is not reported, because each training ends with short waits.
+        """
+        for place, since in self._awaited.items():
+            silence = self.now() - since
+            chain = self.chains[place]
+            name = f"wait for place {place}"
+            is_noted = name in self._reported
+            if is_noted or chain.closed is not None or silence < NOTED_SILENCE_S:
+                continue
+            self._reported.add(name)
+            self.report(
+                f"all chunks are claimed; waiting for chunks of place {place}, which has been "
+                f"silent for {silence:.0f} s and is closed after {chain.promise:.0f} s"
+            )
 
     # -- publishing -------------------------------------------------------------------------------
 

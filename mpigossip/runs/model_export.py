@@ -22,6 +22,7 @@ import torch
 
 from mpigossip import models
 from mpigossip.config import JobError
+from mpigossip.config.readable import pluralize
 from mpigossip.data.sources import source
 from mpigossip.members.records import RecordStore, Round, Unusable, parse
 from mpigossip.runs.members.join import JOB, LOOP
@@ -80,8 +81,22 @@ def export(
             tensors, note = _as_saved(manifest.job, tensors)
         about = {"nodes": str(manifest.n), "node": "average" if node is None else str(node)}
         files = _write(tensors, out, manifest.job, manifest.step, about, most)
-    who = f"the average of {manifest.n} nodes" if node is None else f"node {node} of {manifest.n}"
+    who = f"node {node} of {manifest.n}" if node is not None else _averaged(path, manifest)
     return _report(out, files, tensors, f"{who} at step {manifest.step}", note)
+
+
+def _averaged(path: Path, manifest: Manifest) -> str:
+    """Return a description of the nodes that are averaged, for the report.
+
+    :param path: folder of a checkpoint. If it belongs to a training of members, its nodes are the
+        last models of places
+    :param manifest: manifest of the checkpoint
+    """
+    places = path.absolute().parents[1] / "places"
+    if not places.is_dir():
+        return f"the average of {manifest.n} nodes"
+    count = sum(1 for _ in places.iterdir())
+    return f"the average of the last models of {manifest.n} of {pluralize(count, 'place')}"
 
 
 def export_round(

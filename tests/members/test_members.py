@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import re
 import threading
 import time
 from dataclasses import replace
@@ -274,6 +275,53 @@ def test_a_round_whose_model_could_not_be_written_is_closed_by_its_own_name(tmp_
     assert Place(RecordStore(root), plan).refresh(0).closed.round == 3
     assert member(Bad(root, random.Random(2)), plan) == "end"
     assert right(root, plan)
+
+
+def test_a_wait_for_the_chunks_of_a_killed_member_is_reported_once(tmp_path):
+    """The clock runs 30 times as fast, so that the lease ends after two seconds."""
+    begin(root := tmp_path / "run")
+    plan = TrainingPlan(8, 2, 60.0)
+    lines = []
+    assert member(Bad(root, random.Random(1), kill_at=60), plan) == "killed"
+    disk = RecordStore(root)
+    place = Place(disk, plan, now=lambda: 30 * time.monotonic(), report=lines.append)
+    live = FolderExchange(place, lambda: False, 0.01)
+    tiny = Tiny()
+    tiny.begin(live.begin({}))
+    tiny.train(live)
+    live.close()
+    assert place.ended() and right(root, plan)
+    wait, closing = lines
+    words = re.fullmatch(
+        r"all chunks are claimed; waiting for chunks of place 0, which has been silent for (\d+) s "
+        "and is closed after 60 s",
+        wait,
+    )
+    assert 5 <= int(words[1]) < 60
+    assert "place 0 has been silent for longer than its lease: it is closed" in closing
+
+
+def test_short_waits_for_chunks_are_not_reported(tmp_path):
+    begin(root := tmp_path / "run")
+    plan = TrainingPlan(8, 2, 60.0)
+    assert member(Bad(root, random.Random(1), kill_at=60), plan) == "killed"
+    clock = [0.0]
+    lines = []
+    place = Place(RecordStore(root), plan, now=lambda: clock[0], report=lines.append)
+    place.join()
+    place.start([], {})
+    while place.chunk() is not None:  # claim all blocks
+        place.remaining = 0
+    place.report_wait()
+    clock[0] = 4.9
+    assert place.chunk() is None
+    place.report_wait()
+    assert lines == []
+    clock[0] = 55.0
+    assert place.chunk() is None
+    place.report_wait()
+    place.report_wait()
+    assert len(lines) == 1 and "place 0, which has been silent for 55 s" in lines[0]
 
 
 def test_a_member_without_a_readable_model_leaves_a_complete_chain(tmp_path):

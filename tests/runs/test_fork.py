@@ -1,6 +1,7 @@
 """Forks of a recorded training of members, and blame."""
 
 import json
+import re
 
 import pytest
 
@@ -11,10 +12,12 @@ from mpigossip.members.place import BEHIND, Place, TrainingPlan
 from mpigossip.members.records import RecordStore, Round, Start, Version
 from mpigossip.runs.members import fork as forks
 from mpigossip.runs.members import join as joining
+from mpigossip.runs.members import replay as replays
 from mpigossip.runs.members.fork import NO_CHANGE, Setting, fork
 from mpigossip.runs.members.fork_schedule import Change, ForkSchedule, Turn
 from mpigossip.runs.members.member import Member
 from mpigossip.runs.members.replay import ReplayLog
+from mpigossip.runs.summary import number
 from mpigossip.store import checkpoint
 from mpigossip.training.task import Classification
 from tests.runs.test_join import UNEQUAL, lock_draws, members, slow_down
@@ -48,7 +51,10 @@ def test_a_fork_of_unequal_rounds_without_a_change_has_the_digest_of_the_run(
     folder, digest = unequal
     log = log_of(folder, cut=cut)
     assert max(record.chunks for record in log.rounds.values()) > 1
-    assert fork(folder, cut, tmp_path / "new").endswith(f"digest {digest}")
+    lines = fork(folder, cut, tmp_path / "new").split("\n")
+    length = max(record.age for record in log.rounds.values())
+    assert f" after chunk {cut} of {length} of " in lines[0]
+    assert lines[-2].split() == ["digest", digest]
 
 
 @pytest.mark.parametrize("settings", [(), ("cadence.period=2",), ("cadence.period=3",)])
@@ -116,8 +122,14 @@ def test_a_fork_does_not_choose_lengths_of_rounds(run, tmp_path):
 @pytest.mark.parametrize("cut", [0, 3])
 def test_a_fork_without_a_change_has_the_digest_of_the_run(run, tmp_path, cut):
     folder, digest = run
-    summary = fork(folder, cut, tmp_path / "new")
-    assert summary.endswith(f"digest {digest}")
+    lines = fork(folder, cut, tmp_path / "new").split("\n")
+    length = max(record.age for record in log_of(folder).rounds.values())
+    assert f" after round {cut} of {length} of {folder}" in lines[0]
+    assert lines[1] == "changed: nothing" and lines[-1] == "the digest equals the training's"
+    assert lines[-2].split() == ["digest", digest]
+    rows = [line.split() for line in lines[5:7]]
+    assert [name for name, *_ in rows] == ["loss", "accuracy"]
+    assert all(of_fork == of_training for _, of_fork, of_training in rows)
     assert checkpoint.digest(checkpoint.latest(tmp_path / "new")) == digest
 
 
@@ -138,6 +150,16 @@ def test_a_fork_without_a_change_has_the_recorded_schedule(run):
     assert log.rounds == recorded.rounds and log.starts == recorded.starts
     assert log.end == recorded.end and not log.is_changed
     assert all(log.round(version).age > 4 for version in log.later)
+
+
+def test_the_progress_of_a_fork_does_not_say_that_rounds_are_equal(
+    run, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(replays, "PROGRESS_ROUNDS", 10)
+    fork(run[0], 0, tmp_path / "new", ["schedule.lr=0.001"])
+    notes = capsys.readouterr().err
+    assert re.search(r"^mpigossip: \d+ of 33 rounds are repeated$", notes, re.MULTILINE)
+    assert "equal" not in notes
 
 
 def steps_of(log, period=4):
@@ -223,7 +245,14 @@ def test_forks_end_and_can_be_repeated(run, tmp_path, capsys, changes):
     assert "is a fork: repeat it" in capsys.readouterr().err
     # The result is stored, because a fork writes no logs.
     saved = json.loads((tmp_path / "a/fork.json").read_text())
-    assert f"loss {saved['result']['loss']:.6g}" in texts[0] and saved["digest"] in texts[0]
+    losses = [number(saved[name]["loss"]) for name in ("result", "result_of_run")]
+    assert re.search(rf"^  loss +{losses[0]} +{losses[1]}$", texts[0], re.MULTILINE)
+    assert saved["result"]["loss"] != saved["result_of_run"]["loss"]
+    assert saved["digest"] in texts[0] and "the digest equals" not in texts[0]
+    change = f"place {place} is left out" if "--without" in changes else changes[0]
+    assert f"\nchanged: {change.partition('=')[0]}" in texts[0]
+    if "schedule.lr=0.001" in changes:
+        assert "changed: schedule.lr = 0.001, in the training 0.003\n" in texts[0]
     assert f"no logs; `mpigossip log show {folder}` shows the recorded training" in texts[0]
     for command in (["log", "show"], ["report"], ["log", "plot"]):
         assert cli.main([*command, str(tmp_path / "a")]) == 2
@@ -239,7 +268,7 @@ def test_forks_end_and_can_be_repeated(run, tmp_path, capsys, changes):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--fork", "1000", "--to", "NEW"], "--fork 1000: the training in"),
+        (["--fork", "1000", "--to", "NEW"], "--fork 1000: the longest chain of rounds of"),
         (["--fork", "2", "--without", "7", "--to", "NEW"], "--without 7: this place of"),
         (["--fork", "2", "model.name=lenet", "--to", "NEW"], "a fork can't change this setting"),
         (["--fork", "2", "algorithm.name=noloco", "--to", "NEW"], "a fork can't change this"),

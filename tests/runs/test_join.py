@@ -180,6 +180,15 @@ def test_the_time_of_a_round_excludes_an_outage(tmp_path, monkeypatch):
     assert len(rounds) == 1 and abs(rounds[0]) < 1e-3
 
 
+@pytest.mark.parametrize("steps", [66, 67])
+def test_more_steps_than_the_epochs_give_are_reported(tmp_path, capsys, steps):
+    made = job("run.epochs=3", f"run.steps={steps}")
+    assert not join(tmp_path / "run", made, lease_s=30.0, stop=lambda: True)["finished"]
+    note = capsys.readouterr().err
+    is_noted = "run.steps = 67: has no effect, because run.epochs = 3 gives only 66 steps" in note
+    assert is_noted == (steps > 66) and ("with run.epochs=4" in note) == is_noted
+
+
 def test_a_member_leaves_and_another_continues(tmp_path, capsys):
     folder = tmp_path / "run"
     asked = []
@@ -189,8 +198,17 @@ def test_a_member_leaves_and_another_continues(tmp_path, capsys):
         return len(asked) > 9
 
     assert not join(folder, job(), lease_s=30.0, stop=stop)["finished"]
+    export = ["checkpoint", "export", str(folder), "--out", str(tmp_path / "model.pt")]
+    assert cli.main(export) == 2
+    text = capsys.readouterr().err
+    assert "has not ended" in text and "--place P --round R" in text
+    assert cli.main([*export, "--place", "0", "--round", "1"]) == 0
     (one,) = members(folder, 1)
     assert one["finished"] and one["places"] == [1]
+    capsys.readouterr()
+    assert cli.main(export) == 0
+    nodes = checkpoint.read_manifest(checkpoint.latest(folder)).n
+    assert f"the average of the last models of {nodes} of 2 places" in capsys.readouterr().out
     assert cli.main(["replay", str(folder), "--place", "0", "--rounds", "1:2"]) == 0
     assert "2 rounds of 1 place repeated" in capsys.readouterr().out
     with pytest.raises(SystemExit):
@@ -203,6 +221,8 @@ def test_a_member_leaves_and_another_continues(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert shown.startswith("dsgd, 2 places\n") and one["digest"] in shown
     assert "step 44 (2.00 epochs), 2 places x 1 slot" in shown
+    steps = shown.partition("\nmetrics of steps:\n\n")[2].partition("\n\n")[0]
+    assert steps.split()[0] == "step" and "loss" in steps and len(steps.split("\n")) > 4
     assert re.search(
         r"^  44   2\.00 ", shown, re.M
     )  # the history does not count steps after the newest model

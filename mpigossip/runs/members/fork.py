@@ -29,6 +29,8 @@ from mpigossip.runs.members.member import Member
 from mpigossip.runs.members.ranks import for_ranks
 from mpigossip.runs.members.replay import ReplayLog, repeat_round, training_in
 from mpigossip.runs.start_and_resume import differing
+from mpigossip.runs.summary import number
+from mpigossip.store import checkpoint
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.log_reading import FORK
 from mpigossip.store.manifest import Number
@@ -86,6 +88,8 @@ class ForkLog(ReplayLog):
     too.
     """
 
+    done_text = "repeated"
+
     def __init__(
         self,
         place: Place,
@@ -123,12 +127,14 @@ class ForkLog(ReplayLog):
         rounds = {v: record for v, record in self.rounds.items() if record is not None}
         for version in rounds:
             self.inputs(version)
+        self.length = max(record.age for record in rounds.values())
+        """Largest age of a recorded round."""
         later = [record for record in rounds.values() if record.age > cut]
         if not later:
-            most = max(record.age for record in rounds.values())
+            unit = "round" if place.plan.longest == 1 else "chunk"
             raise JobError(
-                f'--fork {cut}: the training in "{root}" has {pluralize(most, "round")}; give a '
-                "smaller number"
+                f'--fork {cut}: the longest chain of rounds of "{root}" has '
+                f"{pluralize(self.length, unit)}; give a smaller number"
             )
         if change.without is not None and change.without not in {r.place for r in later}:
             raise JobError(
@@ -233,6 +239,11 @@ class Setting:
         """
         self.periods: Periods | None = None
         self.graph: str | None = None
+        self.changes = [
+            text.replace(", in the folder ", ", in the training ")
+            for text in differing(self.job, recorded)
+        ]
+        """A text with both values for each setting that the fork changes."""
         self.is_changed = self.job != recorded
         if self.is_changed:
             second = assemble(self.job, world, 1)
@@ -337,6 +348,7 @@ def fork(
             log = setting.log(disk, cut, without)
             states = log.run(setting.member, setting.recorded)
             result = setting.final(states)
+            recorded = recorded_result(folder, setting)
             sha = hashlib.sha256()
             for state in states:
                 sha.update(state.parameters.tobytes())
@@ -346,20 +358,54 @@ def fork(
                 "settings": [*settings],
                 "without": without,
                 "result": {name: float(value) for name, value in result.items()},
+                "result_of_run": recorded and {n: float(v) for n, v in recorded.result.items()},
                 "digest": sha.hexdigest(),
             }
             write(to, setting, log, states, about)
         finally:
             setting.close()
-    values = [f"{name} {value:.6g}" for name, value in result.items()]
-    return "\n".join(
-        [
-            f"{to}: {pluralize(len(log.later), 'round')} after round {cut} of {folder}",
-            f"no logs; `mpigossip log show {folder}` shows the recorded training",
-            *values,
-            f"digest {sha.hexdigest()}",
-        ]
-    )
+    unit = "round" if setting.plan.longest == 1 else "chunk"
+    left_out = [] if without is None else [f"place {without} is left out"]
+    changes = [*setting.changes, *left_out]
+    later = pluralize(len(log.later), "round")
+    lines = [
+        f"{to}: {later} after {unit} {cut} of {log.length} of {folder}",
+        f"changed: {'; '.join(changes) or 'nothing'}",
+        f"no logs; `mpigossip log show {folder}` shows the recorded training",
+        "",
+        f"  {'':<12}{'fork':<12}training",
+    ]
+    for name, value in result.items():
+        other = number(recorded.result[name]) if recorded else "no checkpoint"
+        lines.append(f"  {name:<12}{number(value):<12}{other}")
+    lines.append(f"  {'digest':<12}{sha.hexdigest()}")
+    if recorded and not changes and sha.hexdigest() == recorded.digest:
+        lines.append("the digest equals the training's")
+    return "\n".join(lines)
+
+
+class RecordedResult(NamedTuple):
+    """Result of a recorded training."""
+
+    result: dict[str, float]
+    """Test loss and test metrics of the average of the last models."""
+    digest: str
+    """Digest of the checkpoint."""
+
+
+def recorded_result(folder: Path, setting: Setting) -> RecordedResult | None:
+    """Evaluate the checkpoint of a training; return None if the folder has no checkpoint.
+
+    :param folder: folder of the training
+    :param setting: jobs of the training and of the fork, which have the same test data
+    :raises StoreError: if the checkpoint is damaged
+    """
+    path = checkpoint.latest(folder)
+    if path is None:
+        return None
+    manifest = checkpoint.read_manifest(path)
+    states = [checkpoint.read_node(path, node, manifest) for node in range(manifest.n)]
+    return RecordedResult(setting.final(states), checkpoint.digest(path))
 
 
 def blame(folder: Path, cut: int = 0, job: Job | None = None) -> str:

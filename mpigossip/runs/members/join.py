@@ -124,6 +124,8 @@ def join(
                     job_of(folder, own_job, disk, parameters=layout(flat.names, flat.shapes))
             with Stopper(world, folder, end) as stopper:
                 plan = plan_of(assembly, lease_s)
+                if world.rank == 0 and (note := describe_unused_steps(assembly)):
+                    print_note(note)
                 live = FolderExchange(
                     Place(disk, plan, report=print_note),
                     lambda: stop() or stopper.due(),
@@ -261,14 +263,12 @@ class _Watched:
             raise StopRequested
 
     def _check_round(self) -> None:
-        """Check that five rounds fit into a lease, by the second round; warn if H is small."""
+        """Check that five rounds fit into a lease, by the second round; hint if H is small."""
         place = self.live.place
         seconds = self.live.round_seconds()
         check_lease(place.plan.lease_s, seconds)
-        if warning := describe_slow_folder(
-            self.folder_s, seconds, self.member.steps * place.chunks
-        ):
-            place.report(warning)
+        if hint := describe_slow_folder(self.folder_s, seconds, self.member.steps * place.chunks):
+            place.report(hint)
 
     def _log(self, record: StepMetrics, chunk: int) -> None:
         """Log a step.
@@ -493,6 +493,19 @@ def plan_of(assembly: Assembly, lease_s: float | None = None) -> TrainingPlan:
     block = longest if longest > 1 else max(1, min(section.claim_rounds, chunks // 64))
     lease = section.lease_s if lease_s is None else lease_s
     return TrainingPlan(chunks, block, lease, section.keep_every, longest)
+
+
+def describe_unused_steps(assembly: Assembly) -> str:
+    """Return a note if `run.steps` exceeds the number of steps of all epochs; otherwise ""."""
+    run = assembly.parts.job.run
+    steps = run.epochs * assembly.steps_per_epoch
+    if run.steps is None or run.steps <= steps:
+        return ""
+    return (
+        f"run.steps = {run.steps:,}: has no effect, because run.epochs = {run.epochs} gives only "
+        f"{steps:,} steps; run.steps can only shorten the training, so begin in another folder "
+        f"with run.epochs={-(-run.steps // assembly.steps_per_epoch)}"
+    )
 
 
 def about(names: Sequence[str], shapes: Sequence, devices: Sequence[str]) -> dict[str, str]:

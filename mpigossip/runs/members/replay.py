@@ -49,6 +49,9 @@ def matches(version: Round, state: NodeState, slots: int) -> bool:
 class ReplayLog:
     """Records of all places of a training, and the models that a replay still needs."""
 
+    done_text = "equal"
+    """Adjective for rounds that were repeated, in messages about the progress."""
+
     def __init__(self, place: Place, slots: int = 1, ranks: int = 1):
         """Read all records.
 
@@ -194,7 +197,7 @@ class ReplayLog:
         tell(f"repeating {pluralize(len(wanted), 'round')}{depend}")
         for index, version in enumerate(order):
             if len(order) >= PROGRESS_ROUNDS and index % (len(order) // 10) == 0 < index:
-                tell(f"{index} of {len(order)} rounds are equal")
+                tell(f"{index} of {len(order)} rounds are {self.done_text}")
             yield version
 
     def take_inputs(self, version: Version) -> tuple[list[NodeState], NodeState | None, int]:
