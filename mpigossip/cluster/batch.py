@@ -126,8 +126,8 @@ class BatchRequest:
     """Time limit of the job, in seconds."""
     ranks: int = 1
     """Number of ranks per host."""
-    ranks_per_node: int = 1
-    """Number of ranks of a node of the graph, for a comment."""
+    ranks_per_node: int | None = None
+    """Number of ranks of a node of the graph, for a comment; None: it is not known."""
     name: str = "mpigossip"
     """Name of the job, of which a script uses at most 40 characters."""
     account: str | None = None
@@ -377,7 +377,8 @@ def _shape(site: Site, request: BatchRequest) -> str:
     text = "One rank per host, which sees all its GPUs."
     if request.ranks > 1:
         text = f"{request.ranks} ranks per host; each sees all GPUs of the host and uses its own."
-        text += f" Each node of the graph has {pluralize(request.ranks_per_node, 'rank')}."
+        if request.ranks_per_node is not None:
+            text += f" Each node of the graph has {pluralize(request.ranks_per_node, 'rank')}."
     differs = site.examples_use == "gpu" and request.ranks == 1
     return f"{text} The centre's own examples start one per GPU." if differs else text
 
