@@ -1,5 +1,6 @@
 """Requirements of nodes of several ranks, tested on ranks and for descriptions of other hosts."""
 
+import argparse
 import json
 import re
 from dataclasses import replace
@@ -40,7 +41,7 @@ def test_ranks_that_form_no_nodes_are_wrong_and_the_rest_is_tested(pooled):
 
 @on_each("text", ["0", "-1", "two", ""])
 def test_a_number_of_ranks_is_at_least_one(text):
-    with pytest.raises(ValueError):
+    with pytest.raises(argparse.ArgumentTypeError, match="a whole number of at least 1"):
         command._ranks(text)
 
 

@@ -249,7 +249,7 @@ def test_nodes_with_different_buffers_are_exported_one_by_one(tmp_path):
 def test_impossible_exports_are_rejected(trained, tmp_path, monkeypatch):
     folder, summary = trained
     path = Path(summary["checkpoint"])
-    with pytest.raises(StoreError, match=r"\.safetensors or \.pt"):
+    with pytest.raises(StoreError, match=r"\.safetensors, \.pt or \.pth"):
         export(path, folder / "model.onnx")
     with pytest.raises(StoreError, match="nodes 0 to 2"):
         export(path, folder / "model.pt", node=3)
