@@ -34,8 +34,10 @@ class FlatParameters(Protocol):
     """The slots' shards, which are updated and exchanged."""
     g: list[torch.Tensor]
     """Gradients at x, weight decay included; a step may overwrite them."""
-    full: list[torch.Tensor]
-    """All flat parameters, as the forward pass of each slot reads them."""
+
+    @property
+    def full(self) -> list[torch.Tensor]:
+        """All flat parameters, as the forward pass of each slot reads them."""
 
     @property
     def flat(self) -> NodeLayout:

@@ -128,6 +128,8 @@ class RankGroup:
     memory.
     """
 
+    starts_means = False
+
     def __init__(self, inner: Group, node: World):
         """Connect the ranks of ``node``; collective.
 
