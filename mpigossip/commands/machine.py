@@ -323,7 +323,7 @@ def _with_gpu(machine, what):
 
     if always_global(what.job):  # Each row of the tables gets the times of its algorithm.
         return machine
-    return with_gpu(machine, what.job, what.slots, what.flat.size, local_step(what.job))
+    return with_gpu(machine, what, local_step(what.job))
 
 
 def _tables(options, what, machine, epochs, note) -> None:

@@ -279,6 +279,11 @@ class NodeSection:
     """Order of sums over the GPUs of a node. slots: the order of the slots, so that the result is
     bitwise identical to the result with threads or processes; nccl: the order of NCCL, which needs
     less memory and can be faster."""
+    bucket_mb: NotNegative = 64.0
+    """Size, in MB, of the parts of the model that are averaged over the slots of a node while the
+    backward pass continues, and gathered while the forward pass begins; 0: after the backward pass
+    and before the forward pass. Only nodes whose ranks have one GPU each do this, and only without
+    CUDA graphs."""
     timeout_s: AboveZero = 300.0
     """Time limit, in seconds, of each wait for a neighbour. A slot that is later than the other
     slots of its node by 0.8 times this limit ends the run, too."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -108,6 +108,8 @@ class Engine:
         self.method = methods[0]
         self.measure_every = measure_every
         self.averages = averages
+        self.publish: Callable[[], None] = self.gather_shards
+        """Function that ends a step; its owner may wait later for the flat parameters."""
         self.index = 0
         self.state_start = 0
         self.round = 0
@@ -141,7 +143,7 @@ class Engine:
         if self.averages is not None:
             self.averages.exchange(self)  # v_i ← Σ_j W[i, j] · v_j, if a period of v ends
         self.clock.lap("exchange_s")
-        self.group.all_gather(self.vector.x, self.vector.full)  # waits for the node's slots
+        self.publish()  # waits for the node's slots
         self.clock.lap("node_s")
         return self.record(now, loss, gradient_norm)
 
@@ -239,6 +241,10 @@ class Engine:
         self.exchange.receive(self, now)
         self._kind = None
         self.round += 1
+        self.gather_shards()
+
+    def gather_shards(self) -> None:
+        """Copy the shards of all slots to every slot's flat parameters."""
         self.group.all_gather(self.vector.x, self.vector.full)
 
     @property

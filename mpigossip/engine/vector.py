@@ -36,8 +36,10 @@ class FlatParameters(Protocol):
     """Gradients at x, which a step may overwrite. They include weight decay, unless the local step
     adds it.
     """
-    full: list[torch.Tensor]
-    """Flat parameters that the forward pass of each slot reads: all, or with FSDP2 its shard."""
+
+    @property
+    def full(self) -> list[torch.Tensor]:
+        """Flat parameters that the forward pass of each slot reads: all, or with FSDP2 its shard."""
 
     @property
     def flat(self) -> NodeLayout:

@@ -75,6 +75,8 @@ class Group(Protocol):
     exchanges everything (:class:`Unsharded`)."""
     devices: tuple[str, ...]
     """Devices of the slots of this process."""
+    starts_means: bool = False
+    """True if gradients can be averaged in parts while the backward pass continues."""
 
     def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
         """Return for each slot a zeroed float32 array (rows, columns), which all calls accept."""
@@ -194,6 +196,7 @@ class Unsharded:
     """
 
     segments = 1
+    starts_means = False
 
     def __init__(self, inner: Group):
         self._inner = inner

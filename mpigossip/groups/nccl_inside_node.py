@@ -8,8 +8,8 @@ several GPUs.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -82,10 +82,16 @@ class TorchGroup:
             host.barrier.wait if node.size > 1 else None  # type: ignore[attr-defined]
         )
         self._on_gpus = is_gpu(self.devices[0])
+        # If a process has several GPUs, an allocation in the backward pass of one slot could wait
+        # for a kernel of NCCL that waits for another slot. On CPUs, a sum would take cores from the
+        # backward pass.
+        self.starts_means = self._on_gpus and len(self.local_slots) == 1 < self.slots
         self._failed = False
         self._calls, self._begun_calls = 0, [0] * len(self.local_slots)
         """Number of calls so far, and number of the last call that each local slot has begun."""
         self._works: list[tuple[str, Any]] = []
+        self._side: torch.cuda.Stream | None = None
+        """Stream of averages that are computed while the current stream continues."""
         self._scratch = [torch.empty(0)] * len(self.local_slots)
         group_ranks = [
             GroupRank("inside the node", slot, self.slots, device)
@@ -102,6 +108,13 @@ class TorchGroup:
             )
         self._synchronize()
         self.all_gather(self.reduce_scatter_mean(full), full)  # loads NCCL's kernels
+        if self.starts_means:
+            columns = slice(0, self.slots)
+            self.reserve(1, self.slots)
+            self.start_mean(full, columns)
+            self.finish_means(full)
+            for works in self.start_gather(full, [columns]):
+                self.finish_gather(works)
         self._synchronize()
 
     def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
@@ -124,16 +137,117 @@ class TorchGroup:
         ]
         self._reserve(*shards[0].shape)
 
-        def reduce(k: int) -> None:
-            if self._order == "slots":
-                self._sum(k, full[k], shards[k])
-                return
-            for row, shard in zip(full[k], shards[k], strict=True):  # in place
-                self._wait(k, self._groups[k]._reduce_scatter_base(shard, row))
-            shards[k].mul_(1 / self.slots)
-
-        self._run_collective("reduce-scatter", reduce)
+        self._run_collective("reduce-scatter", lambda k: self._reduce(k, full[k], shards[k]))
         return shards
+
+    def _reduce(self, k: int, array: torch.Tensor, out: torch.Tensor) -> None:
+        """Average the k-th local slot's part of arrays of all slots.
+
+        :param k: index of the slot among the local slots
+        :param array: array (rows, columns) of this slot
+        :param out: part of ``array`` for this slot, (rows, columns / slots), which is overwritten
+        """
+        if self._order == "slots":
+            self._sum(k, array, out)
+            return
+        for row, part in zip(array, out, strict=True):  # in place
+            self._wait(k, self._groups[k]._reduce_scatter_base(part, row))
+        out.mul_(1 / self.slots)
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Allocate the memory of :meth:`start_mean`, whose earlier calls must have finished.
+
+        :param rows: number of rows
+        :param columns: largest number of columns of a call
+        """
+        self._reserve(rows, columns // self.slots)
+
+    @profiled("sum inside the node")
+    def start_mean(self, full: Sequence[torch.Tensor], columns: slice) -> None:
+        """Start to average columns of ``full`` over all slots, while the current stream continues.
+
+        Slot s averages the s-th of L equal pieces of the columns, as `reduce_scatter_mean` does,
+        and sends the mean to the slots whose shards contain it. All ranks start the same columns in
+        the same order, and call :meth:`finish_means` before the next call of another method. The
+        columns must not be accessed until then. Call :meth:`reserve` before.
+
+        :param full: array (rows, P) of the only local slot
+        :param columns: range whose length is a multiple of the number of slots
+        :raises GroupError: if the transfers fail
+        """
+        part = full[0][:, columns]
+        piece = part.chunk(self.slots, dim=1)[self.local_slots[0]]
+        self._calls += 1
+        self._works = []
+        self._call = "reduce-scatter over the node's slots"
+        with (
+            self._errors_named(),
+            launch_lock if self._on_gpus else nullcontext(),
+            self._on_side_stream(),
+        ):
+            self._watchdog.check()
+            self._reduce(0, part, piece)
+            for row in full[0]:
+                self._send_to_owners(row, columns)
+        if self._on_gpus:
+            self._watchdog.track(self._call, self._works)
+
+    @profiled("sum inside the node")
+    def finish_means(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Let the current stream wait for all averages that have started; return the local shard.
+
+        :param full: the array that was passed to :meth:`start_mean`
+        """
+        if self._barrier is not None:
+            self._barrier("reduce-scatter over the node's slots")
+        with self._errors_named():
+            self._watchdog.check()
+        if self._side is not None:
+            torch.cuda.current_stream(self.devices[0]).wait_stream(self._side)
+        return [full[0].chunk(self.slots, dim=1)[self.local_slots[0]]]
+
+    def fail(self) -> None:
+        """State that ranks may have started different calls, so that :meth:`close` aborts them."""
+        self._failed = True
+
+    @contextmanager
+    def _on_side_stream(self) -> Iterator[None]:
+        """Return a context manager in which work is launched on a separate stream.
+
+        The work follows all earlier work of the current stream.
+        """
+        if not self._on_gpus:
+            yield
+            return
+        device = torch.device(self.devices[0])
+        if self._side is None:
+            self._side = torch.cuda.Stream(device, priority=-1)
+        self._side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._side):
+            yield
+
+    def _send_to_owners(self, row: torch.Tensor, columns: slice) -> None:
+        """Send averaged pieces to the slots whose shards contain them, and receive such pieces.
+
+        :param row: array (P,) of the only local slot
+        :param columns: range of elements of which each slot has averaged a piece
+        """
+        own = self.local_slots[0]
+        width = len(row) // self.slots
+        step = (columns.stop - columns.start) // self.slots
+
+        def overlap(piece: int, shard: int) -> torch.Tensor:
+            """Return the elements of a slot's piece that lie in a slot's shard."""
+            begin = columns.start + piece * step
+            return row[max(begin, shard * width) : min(begin + step, (shard + 1) * width)]
+
+        others = [slot for slot in range(self.slots) if slot != own]
+        sent = [(slot, part) for slot in others if len(part := overlap(own, slot))]
+        received = [(slot, part) for slot in others if len(part := overlap(slot, own))]
+        if sent or received:
+            device = torch.device(self.devices[0])
+            for work in start_transfers(self._groups[0], device, sent, received):
+                self._wait(0, work)
 
     @profiled("gather inside the node")
     def all_gather(self, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor]) -> None:
@@ -142,6 +256,48 @@ class TorchGroup:
                 self._wait(k, self._groups[k]._allgather_base(row, shard))
 
         self._run_collective("all-gather", gather)
+
+    @profiled("gather inside the node")
+    def start_gather(
+        self, full: Sequence[torch.Tensor], ranges: Sequence[slice]
+    ) -> list[list[Any]]:
+        """Start to copy the shards of all slots to every slot's array, range by range.
+
+        The current stream continues. All ranks pass equal ranges. The result holds torch's work
+        objects of each range, for :meth:`finish_gather`.
+
+        :param full: array (rows, P) of the only local slot, which contains its shard
+        :param ranges: ranges of columns, in the order in which they are gathered
+        :raises GroupError: if the transfers fail
+        """
+        self._call = "all-gather over the node's slots"
+        if self._barrier is not None:
+            self._barrier(self._call)
+        self._calls += 1
+        with self._errors_named(), launch_lock if self._on_gpus else nullcontext():
+            self._watchdog.check()
+            works = [self._start_broadcasts(full[0], columns) for columns in ranges]
+        if self._on_gpus:
+            of_all = [work for of_range in works for work in of_range]
+            self._watchdog.track(self._call, [(self.devices[0], work) for work in of_all])
+        return works
+
+    def finish_gather(self, works: Sequence[Any]) -> None:
+        """Let the current stream wait for a range of :meth:`start_gather`; on CPUs, wait."""
+        with self._errors_named():
+            self._watchdog.check()
+            for work in works:
+                self._wait(0, work)
+
+    def _start_broadcasts(self, array: torch.Tensor, columns: slice) -> list[Any]:
+        """Start to copy some columns (rows, …) from the slots whose shards contain them."""
+        width = array.shape[1] // self.slots
+        works = []
+        for owner in range(columns.start // width, (columns.stop - 1) // width + 1):
+            begin = max(columns.start, owner * width)
+            end = min(columns.stop, (owner + 1) * width)
+            works += [self._groups[0].broadcast(row[begin:end], owner) for row in array]
+        return works
 
     def broadcast(self, full: Sequence[torch.Tensor]) -> None:
         self._run_collective(
@@ -252,12 +408,23 @@ class TorchGroup:
         if self._barrier is not None:
             self._barrier(self._call)
         self._calls += 1
-        try:
+        with self._errors_named():
             self._watchdog.check()
             if self._on_gpus:
                 self._watchdog.track(self._call, self._launched(self._calls))
             with launch_lock if self._on_gpus else nullcontext():
                 self.run(work)
+        if self._on_gpus:
+            self._watchdog.track(self._call, self._works)
+
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        """Return a context manager that names devices, call and remedy in errors of a collective.
+
+        :raises GroupError: if the collective fails
+        """
+        try:
+            yield
         except (RuntimeError, TimeoutError) as error:
             self._failed = True
             self._watchdog.forget()
@@ -266,8 +433,6 @@ class TorchGroup:
             devices = ", ".join(self.devices)
             reason = str(error).splitlines()[0]
             raise GroupError(f"{self._call} failed on {devices}: {reason}; {REMEDY}") from error
-        if self._on_gpus:
-            self._watchdog.track(self._call, self._works)
 
     def _launched(self, calls: int) -> list[tuple[str, Any]]:
         slots = zip(self.local_slots, self.devices, range(len(self.local_slots)), strict=True)

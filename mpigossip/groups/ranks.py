@@ -129,6 +129,8 @@ class RankGroup:
     memory. On GPUs, a `TorchGroup` uses this group for small or rare calls.
     """
 
+    starts_means = False
+
     def __init__(self, inner: Group, node: World):
         """Connect the ranks of ``node``; collective.
 

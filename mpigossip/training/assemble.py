@@ -18,6 +18,7 @@ from mpigossip.config import Job, JobError
 from mpigossip.config.choices import Tables
 from mpigossip.config.errors import UserError
 from mpigossip.config.readable import print_note_once
+from mpigossip.config.user_code import is_user_code
 from mpigossip.data.base import JobData
 from mpigossip.data.loader import Loader, processes
 from mpigossip.data.partition import make_orders, partition_digest
@@ -40,6 +41,9 @@ from mpigossip.training.task import Objective
 
 COMPILER_LOCK_S = 60.0
 """Smallest limit, in seconds, of waits for a lock of torch's compiler cache."""
+
+MODEL_TASKS = ("classification", "language-model")
+"""Tasks that use the parameters of a model only by calling the model."""
 
 
 @dataclass
@@ -231,6 +235,18 @@ def resolve_cuda_graphs(setting: str, eager: bool) -> str:
     return setting
 
 
+def allows_gather(job: Job) -> bool:
+    """Return whether a job's forward pass may begin before the whole model is gathered.
+
+    Each parameter must be used only after the forward pass of a module that owns it has begun. This
+    is tested for the package's models and for `MODEL_TASKS`, but not known for custom code: a
+    model, a task, or a hook that reads parameters between steps. A compiled model may leave out the
+    hooks of its modules.
+    """
+    built_in = job.model.name in models.BUILDERS and job.task.name in MODEL_TASKS
+    return built_in and not job.node.compile and not any(map(is_user_code, job.log.hooks))
+
+
 def make_replicas(
     job: Job,
     module: nn.Module,
@@ -253,7 +269,15 @@ def make_replicas(
     node = job.node
     graphs = resolve_cuda_graphs(node.cuda_graphs, node.vmap or group.devices[0] == "cpu")
     replicas = Replicas(
-        module, flat, rows, group, vectorized=node.vmap, graphs=graphs, objective=objective
+        module,
+        flat,
+        rows,
+        group,
+        vectorized=node.vmap,
+        graphs=graphs,
+        objective=objective,
+        bucket_mb=node.bucket_mb,
+        gather_later=allows_gather(job),
     )
     if node.compile:
         _limit_compiler_lock(node.timeout_s)
@@ -345,6 +369,7 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
         local_slots=group.local_slots,
     )
     engine = parts.make_engine(mixer, group, replicas, job.log.consensus_every)
+    engine.publish = replicas.publish
     arithmetic = resolved(job.node.precision, group.devices[0])
     trainer = Trainer(
         job,

@@ -3,18 +3,28 @@
 import copy
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from mpigossip.data.pytree import Nested, parts, stacked
+from mpigossip.engine.buckets import (
+    BackwardAverage,
+    ForwardGather,
+    can_overlap,
+    make_buckets,
+)
 from mpigossip.engine.vector import ParameterLayout
 from mpigossip.groups.base import Group, local_shards, shard_views
 from mpigossip.training.capture import CannotCapture, Captured, Pass
 from mpigossip.training.gradients import FlatGradients
 from mpigossip.training.precision import Precision
 from mpigossip.training.task import Objective
+
+if TYPE_CHECKING:
+    from mpigossip.groups.nccl_inside_node import TorchGroup
 
 
 class Replicas:
@@ -36,6 +46,8 @@ class Replicas:
         vectorized: bool,
         graphs: str,
         objective: Objective,
+        bucket_mb: float = 0.0,
+        gather_later: bool = False,
     ):
         """Copy ``module``, with its parameters, for each local node and slot.
 
@@ -49,6 +61,10 @@ class Replicas:
         :param graphs: whether replicas on GPUs are captured as CUDA graphs: "always", "never", or
             "auto", which captures them if that is possible
         :param objective: task of the training
+        :param bucket_mb: size, in MB, of the parts of the gradients that are averaged over slots
+            during the backward pass, if that is possible; 0: after the backward pass
+        :param gather_later: whether the forward pass of the module may begin before all of its
+            parameters are gathered, if that is possible; see `assemble.allows_gather`
         """
         self.flat = flat
         self.group = group
@@ -57,27 +73,62 @@ class Replicas:
         self.graphs = graphs
         self.objective = objective
         self._captured: Captured | None = None
-        self.full = group.zeros(rows, flat.size)
+        self._full = group.zeros(rows, flat.size)
         self.grads = group.zeros(rows, flat.size)
-        self.x = shard_views(self.full, group.segments, local_shards(group))
+        self.x = shard_views(self._full, group.segments, local_shards(group))
         self.g = shard_views(self.grads, group.segments, local_shards(group))
-        self.modules: list[list[nn.Module]] = []
+        self._modules: list[list[nn.Module]] = []
         self._gradients: list[list[FlatGradients]] = []
         start = dict(module.named_parameters())
         for row in range(rows):
-            self.modules.append([])
+            self._modules.append([])
             self._gradients.append([])
             for slot, device in enumerate(group.devices):
                 with torch.no_grad():
                     for name, view in zip(
-                        flat.names, flat.views(self.full[slot][row]), strict=True
+                        flat.names, flat.views(self._full[slot][row]), strict=True
                     ):
                         view.copy_(start[name])
                 replica = copy.deepcopy(module).to(device)
-                flat.attach(replica, self.full[slot][row], self.grads[slot][row])
-                self.modules[row].append(replica)
+                flat.attach(replica, self._full[slot][row], self.grads[slot][row])
+                self._modules[row].append(replica)
                 gradients = FlatGradients(replica, flat, self.grads[slot][row])
                 self._gradients[row].append(gradients)
+        self._average: BackwardAverage | None = None
+        """Average of gradients during the backward pass; None: after the backward pass."""
+        self._gathering: ForwardGather | None = None
+        """Gathering of parameters during the forward pass; None: before the forward pass."""
+        if bucket_mb and rows == 1 and can_overlap(group, graphs, vectorized):
+            node = cast("TorchGroup", group)
+            replica = self._modules[0][0]
+            buckets = make_buckets(replica, flat, 1e6 * bucket_mb)
+            self._average = BackwardAverage(replica, flat, self.grads, node, buckets)
+            if gather_later:
+                self._gathering = ForwardGather(replica, flat, self._full, node, buckets)
+
+    @property
+    def full(self) -> list[torch.Tensor]:
+        """Parameters of the replicas, a tensor (rows, P) for each slot."""
+        self.wait_gathered()
+        return self._full
+
+    @property
+    def modules(self) -> list[list[nn.Module]]:
+        """Replicas, ``modules[row][slot]``; don't read their parameters after a later step."""
+        self.wait_gathered()
+        return self._modules
+
+    def wait_gathered(self) -> None:
+        """Wait until the model is gathered, before parameters are read or shards are written."""
+        if self._gathering is not None:
+            self._gathering.wait()
+
+    def publish(self) -> None:
+        """Copy the updated shards to all slots, now or while the next forward pass begins."""
+        if self._gathering is not None:
+            self._gathering.start()
+        else:
+            self.group.all_gather(self.x, self._full)
 
     @property
     def first(self) -> tuple[int, ...]:
@@ -87,7 +138,11 @@ class Replicas:
 
     def gather(self) -> None:
         """Average the gradients over the slots of each node; ``g`` then holds the local shards."""
-        self.g = self.group.reduce_scatter_mean(self.grads)
+        self.wait_gathered()
+        if self._average is not None:
+            self.g = self._average.finish()
+        else:
+            self.g = self.group.reduce_scatter_mean(self.grads)
 
     def gradients(
         self,
@@ -113,12 +168,13 @@ class Replicas:
         :raises TaskError: if the task fails
         """
         slots = len(self.group.local_slots)
+        average = self._average
 
         # This function must not wait for a GPU, so that all GPUs compute at the same time.
         def compute(row: int, slot: int, batch: Nested) -> torch.Tensor:
             gradients = self._gradients[row][slot]
             device = self.grads[slot].device
-            module = self.modules[row][slot]
+            module = self._modules[row][slot]
             sums = torch.zeros(self.objective.width, dtype=torch.float64, device=device)
             if row in idle_rows:
                 return sums
@@ -130,10 +186,14 @@ class Replicas:
             for index, part in enumerate(parts(batch, accumulate)):
                 with precision.autocast():
                     loss, metrics = self.objective(module, part)
+                if average is not None and index == accumulate - 1:
+                    average.expect()
                 precision.scaled(loss / accumulate, row, slot).backward()
                 if not index:
                     gradients.complete()
                 sums += self.objective.figures(loss, metrics, accumulate)
+            if average is not None:
+                average.complete()
             return sums
 
         def work(slot: int) -> torch.Tensor:
@@ -147,7 +207,13 @@ class Replicas:
 
         # Captured graphs compute all rows, so they can't be used if rows are idle.
         per_slot = None if idle_rows else self._replayed(compute, batches)
-        figures = self.group.sum_scalars(self.group.run(work) if per_slot is None else per_slot)
+        try:
+            per_slot = self.group.run(work) if per_slot is None else per_slot
+        except BaseException:
+            if average is not None:
+                average.fail()
+            raise
+        figures = self.group.sum_scalars(per_slot)
         figures[:, 0] /= self.group.slots
         return figures
 

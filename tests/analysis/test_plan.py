@@ -387,7 +387,7 @@ def test_a_gpu_gives_the_time_of_update_and_node_averages(capsys):
     all_reduce = ALL_REDUCE, "always", "fp32"
     ahead, machine = steps_on_gpus(capsys, "algorithm.style=awc", "local.name=adamw")
     transfer = 4e9 * 7 / 8 / (0.85 * 450e9)
-    update = 88 * 1e9 / 8 / (0.85 * 3.35e12) + 19 * 5e-6
+    update = 112 * 1e9 / 8 / (0.85 * 3.35e12) + 19 * 5e-6
     assert machine["node_s"] == pytest.approx(2 * transfer, rel=1e-3)
     assert machine["update_s"] == pytest.approx(update, rel=1e-3)
     assert machine["sources"]["update"] == "data sheet of h100"

@@ -15,6 +15,7 @@ STEPS = 6 if active() else 20
 """Steps of a comparison; the double is slow."""
 proven: dict[tuple, tuple[bool, str]] = {}
 """Results of separate processes by devices, saved because they would not change"""
+METHODS_OF_BUCKETS = ["dmsgd", "dsgt", "parallel", "diloco"]
 NCCL = ["node.exchange=nccl", "log.consensus_every=3"]
 """Settings of a job whose nodes exchange by NCCL."""
 

@@ -55,6 +55,10 @@ OVERWRITTEN = (
     "::test_a_result_is_read_before_it_is_overwritten_and_copies_use_locked_memory"
 )
 BUCKETS = "double/test_nccl.py::test_a_sum_in_buckets_has_the_cpus_bits[2-1]"
+OVERLAP = "mpigossip.engine.buckets"
+OVERLAPPED = (
+    "double/test_backward_average.py::test_both_orders_of_a_sum_have_the_bits_of_two_slots[slots]"
+)
 REPLAYED = "test_gpu.py::test_captured_replicas_train_as_eager_ones"
 EAGER = "test_gpu.py::test_a_model_that_waits_for_the_gpu_trains_eagerly"
 MUTANTS = [
@@ -80,7 +84,8 @@ MUTANTS = [
     Mutant("one slot's NCCL call is left out", NCCL, "self.run(work)",
      "self.run(lambda k: work(k) if k else None)", SOON),
     Mutant("NCCL calls of several slots without the lock", NCCL,
-     "launch_lock if self._on_gpus else ", "", DEVICE),
+     "with launch_lock if self._on_gpus else nullcontext():\n                self.run(work)",
+     "with nullcontext():\n                self.run(work)", DEVICE),
     Mutant("NCCL between nodes begins before the outbox is filled", BUFFERS,
      "slot_streams.follow(event)", "pass", NODES),
     Mutant("an average by NCCL is used before its sums are over", PIPELINE,
@@ -93,6 +98,14 @@ MUTANTS = [
     Mutant("a bucket is summed before it has arrived", NCCL,
      "            for work in works:\n                self._wait(k, work)\n            terms",
      "            terms", BUCKETS),
+    Mutant("an average begins before the gradients of its bucket exist", OVERLAP,
+     "len(self._buckets) and not self._missing[self._started]", "len(self._buckets)", OVERLAPPED),
+    Mutant("an average during the backward pass doesn't wait for the gradients", NCCL,
+     "self._side.wait_stream(torch.cuda.current_stream(device))", "pass", OVERLAPPED),
+    Mutant("an update doesn't wait for the averages of the backward pass", NCCL,
+     "torch.cuda.current_stream(self.devices[0]).wait_stream(self._side)", "pass", OVERLAPPED),
+    Mutant("a module doesn't wait until its parameters are gathered", OVERLAP,
+     "self.wait(indices)", "pass", OVERLAPPED),
     Mutant("sums don't wait for NCCL", NCCL_NODES, "work.wait()  # holds", "pass  # holds", NODES),
     Mutant("a batch is used before its copy", LOADER, "compute.wait_event(copy.copied)",
      "pass", DEVICE),

@@ -168,8 +168,9 @@ class Group:
         )
 
     def broadcast(self, tensor, root):
+        read, written = ([tensor], []) if self.rank() == root else ([], [tensor])
         return self._launch(
-            "broadcast", [tensor], [tensor], lambda: [self.inner.broadcast(plain(tensor), root)]
+            "broadcast", read, written, lambda: [self.inner.broadcast(plain(tensor), root)]
         )
 
     # -- sends and receives, which have to stand in one group of calls --------------------------

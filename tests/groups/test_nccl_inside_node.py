@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +54,40 @@ def across(world, own):
 @pytest.mark.parametrize("n, own", [(2, 1), (2, 2), (4, 1)])
 def test_processes_have_the_bits_of_threads(ranks, n, own):
     assert ranks(n)(across, own) == [RIGHT] * n
+
+
+@with_world(per="host", timeout_s=20)
+def in_ranges(world, ranges):
+    """Average and gather ranges; return the numbers of results that differ from threads."""
+    from mpigossip.groups.ranks import RankGroup
+
+    node = world.nodes.intra_node
+    group = TorchGroup(RankGroup(Single(), node), node, timeout_s=20)
+    slots, slot = group.slots, group.local_slots[0]
+    size = ranges[-1].stop
+    reference = ThreadGroup(slots)
+    given = draw_arrays(slots, 2, size, 0)
+    grads = [given[slot].clone()]
+    expected = reference.reduce_scatter_mean(given)
+    group.reserve(2, size)
+    for columns in reversed(ranges):
+        group.start_mean(grads, columns)
+    shards = group.finish_means(grads)
+    wrong = [not torch.equal(shards[0], expected[slot])]
+    full = [torch.zeros(2, size)]
+    full[0].chunk(slots, dim=1)[slot].copy_(shards[0])
+    for works in group.start_gather(full, ranges):
+        group.finish_gather(works)
+    wrong.append(not torch.equal(full[0], torch.cat(expected, dim=1)))
+    reference.close()
+    group.close()
+    return wrong
+
+
+@pytest.mark.parametrize("n, ends", [(2, [4, 10, 30]), (3, [12, 18]), (4, [8, 16, 40, 80])])
+def test_ranges_that_cross_shards_have_the_bits_of_threads(ranks, n, ends):
+    ranges = [slice(*pair) for pair in pairwise([0, *ends])]
+    assert ranks(n)(in_ranges, ranges) == [[False, False]] * n
 
 
 def test_sums_in_the_librarys_order_are_close_to_those_of_slots(one_thread):

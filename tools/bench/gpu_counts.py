@@ -42,6 +42,8 @@ OF_MODEL = ("model_operations", "model_bytes")
 """Parts of operations and bytes that compute gradients; they are known for jobs only."""
 PROGRESS = "mpigossip-progress"
 """Beginning of the names of threads that never compute gradients."""
+OVERWRITING = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"}
+"""Operations of torch that change an array without reading it."""
 MEASURED = "consensus"
 """Name of the scenario in which each step measures the consensus distance."""
 
@@ -66,6 +68,19 @@ class Counter:
 
         return computing
 
+    def outside_model(self, work: Callable) -> Callable:
+        """Return a function whose operations never count as operations of the model."""
+
+        def working(*arguments: Any, **options: Any) -> Any:
+            before = self._in_model
+            self._in_model = False
+            try:
+                return work(*arguments, **options)
+            finally:
+                self._in_model = before
+
+        return working
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Count inside a block, in all threads of this process."""
@@ -85,7 +100,7 @@ class Counter:
         def count_operation(line: Any, what: str, read: list, written: list) -> None:
             given(line, what, read, written)
             if line is not checker.HOST:
-                nbytes = sum(t.nbytes for t in [*read, *written])
+                nbytes = sum(t.nbytes for t in [*read, *updated(what, written), *written])
                 self.values["operations"] += 1
                 self.values["bytes"] += nbytes
                 if self._in_model and not threading.current_thread().name.startswith(PROGRESS):
@@ -142,6 +157,16 @@ class Counter:
             return
         if not all(pinned(t) for t in on_host):
             self.values["pageable"] += (results or sources)[0].nbytes
+
+
+def updated(what: str, written: list) -> list:
+    """Return the arrays that an operation reads in order to write them, as `mul_` does.
+
+    :param what: name of the operation, such as "aten.mul_.Tensor"
+    :param written: arrays that it writes
+    """
+    name = what.removeprefix("aten.").partition(".")[0]
+    return written if name.endswith("_") and name not in OVERWRITING else []
 
 
 locked: list[tuple[int, int]] = []
@@ -214,12 +239,13 @@ def job_settings(slots: int, *settings: str) -> list[str]:
     return [*base, *settings]
 
 
-def job(slots: int, *settings: str, world: Any = None) -> dict[str, float]:
+def job(slots: int, *settings: str, world: Any = None, ranks_per_node: int = 1) -> dict[str, float]:
     """Count the steps of a job.
 
-    :param slots: number of GPUs of a node
+    :param slots: number of GPUs of a rank
     :param settings: further settings
-    :param world: world of two ranks, which are the nodes; None: open it
+    :param world: world of all ranks; None: open it
+    :param ranks_per_node: number of ranks of a node; if there are several, each has its own GPU
     """
     import mpigossip
     from mpigossip.training import assemble
@@ -227,15 +253,26 @@ def job(slots: int, *settings: str, world: Any = None) -> dict[str, float]:
     with contextlib.ExitStack() as stack:
         if world is None:
             world = stack.enter_context(mpigossip.world(timeout_s=60))
-        loaded = assemble.load({"model": {"name": "mlp"}}, job_settings(slots, *settings))
-        assembly = assemble.assemble(loaded, world, world.size)
+        named = job_settings(slots, *settings)
+        if ranks_per_node > 1:
+            world.group_into_nodes(ranks_per_node)
+            named.append(f"node.devices=cuda:{world.rank}")
+        loaded = assemble.load({"model": {"name": "mlp"}}, named)
+        assembly = assemble.assemble(loaded, world, world.size // ranks_per_node)
         replicas = assembly.trainer.replicas
         counter = Counter()
+        if (average := getattr(replicas, "_average", None)) is not None:
+            average._start_next = counter.outside_model(average._start_next)
         if hasattr(replicas, "gradients"):
             replicas.gradients = counter.of_model(replicas.gradients)
         values = counted_steps(assembly.trainer.step, replicas.flat.size, counter)
         assembly.close()
     return values
+
+
+def in_node(*settings: str) -> dict[str, float]:
+    """Count the steps of a job whose nodes have two ranks with a GPU each."""
+    return job(1, *settings, ranks_per_node=2)
 
 
 def model_of_loops() -> Any:
@@ -301,6 +338,8 @@ SCENARIOS: dict[str, tuple[int, str, Callable[[], dict[str, float]]]] = {
     "job-qsgd": (2, "job, 1 slot, wire qsgd", lambda: job(1, "node.wire=qsgd")),
     MEASURED: (2, "job, 1 slot, consensus measured", lambda: job(1, "log.consensus_every=1")),
     "plain": (2, "loop, plain torch", lambda: loop("plain")),
+    "job-ranks": (4, "job, 2 ranks of a slot", lambda: in_node("node.bucket_mb=0")),
+    "job-buckets": (4, "the same in buckets", lambda: in_node("node.bucket_mb=0.004")),
     "single": (2, "loop, a rank per node", lambda: loop("single")),
     "fsdp2": (4, "loop, FSDP2 over 2 ranks", lambda: loop("fsdp2")),
 }

@@ -181,7 +181,7 @@ def predict(
     parts = prediction.parts
     if lacking(parts.method.needs, parts.graph) or incompatibilities(parts):
         return None
-    machine = with_gpu(machine, job, what.slots, what.flat.size, local_step(what.job))
+    machine = with_gpu(machine, replace(what, job=job), local_step(what.job))
     timing = Timing(prediction, _coding(machine, prediction), per_tensor=per_tensor)
     (exchange, hidden), waiting = timing.mean_s(), timing.waiting_s()
     step = timing.step_s()

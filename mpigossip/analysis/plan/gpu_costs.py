@@ -11,9 +11,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mpigossip.algorithms.methods import BUILDERS
+from mpigossip.cluster.local_devices import slots_of
 from mpigossip.config import Job, JobError
 from mpigossip.config.choices import keyword_only, spec_of
+from mpigossip.training.assemble import allows_gather
+from mpigossip.training.costs import Subject
 from mpigossip.training.machines import Machine
+from mpigossip.training.time_model import BACKWARD
 
 EFFICIENCY = 0.85
 """Assumed fraction of the rates of a data sheet that kernels and collectives reach."""
@@ -52,11 +56,11 @@ class Update(NamedTuple):
 
 
 UPDATES: Mapping[tuple[str, str, str], Update] = {
-    ("dsgd", "awc", "adamw"): Update(88, 19),
-    ("dsgd", "atc", "adamw"): Update(80, 18),
+    ("dsgd", "awc", "adamw"): Update(112, 19),
+    ("dsgd", "atc", "adamw"): Update(104, 18),
     ("dsgd", "awc", "sgd"): Update(32, 11),
-    ("dmsgd-vanilla", "atc", "momentum"): Update(36, 12),
-    ("dmsgd", "", ""): Update(64, 15),
+    ("dmsgd-vanilla", "atc", "momentum"): Update(44, 12),
+    ("dmsgd", "", ""): Update(68, 15),
 }
 """Counts by algorithm, its style and its local step; "" if it has none."""
 FUSED = {"sgd": 3 * ELEMENT, "momentum": 5 * ELEMENT, "nesterov": 5 * ELEMENT, "adamw": 28}
@@ -96,6 +100,54 @@ def node_seconds(gpu: Gpu, slots: int, elements: int) -> float:
     transfer_s = link_bytes(slots) * elements / (EFFICIENCY * gpu.link_rate)
     memory_s = node_bytes(slots) * elements / (EFFICIENCY * gpu.memory_rate)
     return max(transfer_s, memory_s) + transfer_s
+
+
+def moved_bytes(slots: int) -> float:
+    """Return the bytes per element that a slot reads and writes to send means to their owners.
+
+    Averages during the backward pass need this step: each slot averages an equal piece of a bucket,
+    which lies in one shard as a rule, and all of its pieces go to the owner of this shard.
+    """
+    return 2 * ELEMENT * (slots - 1) / slots**2
+
+
+def visible_node_seconds(gpu: Gpu, what: Subject, compute_s: float) -> float:
+    """Return the seconds of averages and gathering in a node that do not overlap with computing.
+
+    As for DistributedDataParallel, all buckets but the last overlap with the backward pass of the
+    last part of a batch. The last bucket is the one with the first parameter, whose gradient is the
+    last one, or this parameter, if it is larger. The link of the owner of a bucket transfers its
+    bytes twice: gradients between all slots, then the means. Sums and transfers of a bucket follow
+    each other. For the package's models, gathering overlaps with the forward pass of the first part
+    of a batch, except for the bucket of the first parameter; a gathered bucket passes through all
+    slots in a chain, and so crosses each link once.
+
+    :param gpu: the GPU
+    :param what: the job and its sizes
+    :param compute_s: seconds of the forward and backward passes of a step
+    """
+    slots = what.slots
+    elements = what.flat.size
+    link_s = elements / (EFFICIENCY * gpu.link_rate)
+    memory_s = elements / (EFFICIENCY * gpu.memory_rate)
+    first = what.module.tensors[0] / what.module.element_size if what.module.tensors else 0.0
+    last = min(1.0, max(1e6 * what.job.node.bucket_mb / ELEMENT, first) / elements)
+    average_s = 2 * link_bytes(slots) * link_s + (node_bytes(slots) + moved_bytes(slots)) * memory_s
+    gather_s = link_bytes(slots) * link_s
+    pass_s = compute_s / what.job.algorithm.accumulate
+    hidden_s = min((1 - last) * average_s, BACKWARD * pass_s)
+    if what.module.tensors and allows_gather(what.job):
+        gather_s = ELEMENT * link_s
+        hidden_s += min((1 - last) * gather_s, (1 - BACKWARD) * pass_s)
+    return average_s + gather_s - hidden_s
+
+
+def uses_buckets(what: Subject) -> bool:
+    """Return whether a job averages gradients in a node during the backward pass."""
+    node = what.job.node
+    own_gpu = len(slots_of(node.devices)) == 1 < what.slots
+    eager = node.cuda_graphs == "never" and not node.vmap
+    return own_gpu and eager and node.shard and node.bucket_mb > 0
 
 
 def local_step(job: Job) -> str:
@@ -144,13 +196,11 @@ def update_seconds(gpu: Gpu, update: Update, slots: int, elements: int) -> float
     return nbytes / (EFFICIENCY * gpu.memory_rate) + update.operations * LAUNCH_S
 
 
-def with_gpu(machine: Machine, job: Job, slots: int, elements: int, local: str) -> Machine:
+def with_gpu(machine: Machine, what: Subject, local: str) -> Machine:
     """Return the machine with the times of a job's step on the GPU that the machine names.
 
     :param machine: machine; unless it names a GPU, it is returned unchanged
-    :param job: the job; its algorithm decides which bytes are moved
-    :param slots: number of GPUs of a node
-    :param elements: number of elements of the model
+    :param what: the job, whose algorithm decides which bytes are moved, and its sizes
     :param local: name of the local step, with which all-reduce is timed
     :raises JobError: if the time of the update was not given, and `UPDATES` has no entry for the
         algorithm
@@ -158,6 +208,7 @@ def with_gpu(machine: Machine, job: Job, slots: int, elements: int, local: str) 
     if not machine.gpu:
         return machine
     gpu = GPUS[machine.gpu]
+    job, slots, elements = what.job, what.slots, what.flat.size
     words = {"update_s": "update", "node_s": "node-local", "combine_rate": "sum"}
     computed = {name for name, word in words.items() if machine.sources.get(word) != "given"}
     values = {"combine_rate": slots * EFFICIENCY * gpu.memory_rate * ELEMENT / SUM_BYTES}
@@ -171,6 +222,8 @@ def with_gpu(machine: Machine, job: Job, slots: int, elements: int, local: str) 
         if "update_s" in computed:
             values["update_s"] = update_seconds(gpu, update_of(job), slots, elements)
         values["node_s"] = node_seconds(gpu, slots, elements)
+        if uses_buckets(what):
+            values["node_s"] = visible_node_seconds(gpu, what, machine.compute_s)
     sources = {words[name]: f"data sheet of {machine.gpu}" for name in sorted(computed)}
     changed = machine.with_values({name: values[name] for name in sorted(computed)})
     return replace(changed, sources=machine.sources | sources)

@@ -8,14 +8,13 @@ With CuPy, one kernel draws all words in one pass. Without it, torch's integer o
 same words by about 400 operations, whatever their number.
 """
 
-import warnings
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from mpigossip.mixing.kernels.gpu_sum import CupyStream, reason_against
+from mpigossip.mixing.kernels.gpu_sum import CupyStream, kernel_works
 
 ROUNDS = 10
 MULTIPLIERS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
@@ -154,16 +153,9 @@ def usable(device: torch.device) -> bool:
     Some of its words are compared with the CPU's. If it does not work, a warning is issued with the
     reason and a remedy.
     """
-    if device.type != "cuda":
-        return False
-    problem, remedy = reason_against(draws_words_of_cpu, device)
-    if problem:
-        warnings.warn(
-            f"the kernel that draws random numbers is not used on {device}: {problem}; torch's "
-            f"operations replace it, by about 400 operations for each draw ({remedy})",
-            stacklevel=2,
-        )
-    return not problem
+    return kernel_works(
+        draws_words_of_cpu, device, "draws random numbers", "by about 400 operations for each draw"
+    )
 
 
 def draws_words_of_cpu(device: torch.device) -> bool:

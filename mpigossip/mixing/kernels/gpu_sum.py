@@ -134,17 +134,32 @@ class CupyStream:
 def usable(device: torch.device) -> bool:
     """Return whether the kernel works on this device.
 
-    Some of its sums are compared with the CPU's. If it does not work, a warning is issued
-    with the reason and a remedy.
+    Some of its sums are compared with the CPU's. If it does not work, a warning is issued with the
+    reason and a remedy.
+    """
+    return kernel_works(
+        computes_bits_of_cpu, device, "sums models", "in several passes over memory"
+    )
+
+
+def kernel_works(
+    check: Callable[[torch.device], bool], device: torch.device, purpose: str, replaced: str
+) -> bool:
+    """Return whether a kernel of CuPy works on a GPU; if not, warn. On CPUs, return False.
+
+    :param check: function that tries the kernel, as for :func:`reason_against`
+    :param device: device on which it is tried
+    :param purpose: what the kernel does, for the warning
+    :param replaced: how torch's operations do the same, for the warning
     """
     if device.type != "cuda":
         return False
-    problem, remedy = reason_against(computes_bits_of_cpu, device)
+    problem, remedy = reason_against(check, device)
     if problem:
         warnings.warn(
-            f"the kernel that sums models is not used on {device}: {problem}; torch's operations "
-            f"replace it, in several passes over memory ({remedy})",
-            stacklevel=2,
+            f"the kernel that {purpose} is not used on {device}: {problem}; torch's operations "
+            f"replace it, {replaced} ({remedy})",
+            stacklevel=3,
         )
     return not problem
 

@@ -187,6 +187,7 @@ class Member:
         """
         engine = self.engine
         replicas = self.trainer.replicas
+        replicas.wait_gathered()  # the shards are written
         self._put(state.parameters, engine.vector.x)
         engine.group.all_gather(engine.vector.x, engine.vector.full)
         engine.replace_mixer(self.mixer)
