@@ -39,7 +39,7 @@ class FlatParameters(Protocol):
 
     @property
     def full(self) -> list[torch.Tensor]:
-        """Flat parameters that the forward pass of each slot reads: all, or with FSDP2 its shard."""
+        """Flat parameters that the forward pass of each slot reads; with FSDP2, its shard."""
 
     @property
     def flat(self) -> NodeLayout:
