@@ -282,8 +282,9 @@ class NodeSection:
     bucket_mb: NotNegative = 64.0
     """Size, in MB, of the parts of the model that are averaged over the slots of a node while the
     backward pass continues, and gathered while the forward pass begins; 0: after the backward pass
-    and before the forward pass. Only nodes whose ranks have one GPU each do this, and only without
-    CUDA graphs."""
+    and before the forward pass. Only nodes whose ranks have one GPU each do this, and only with
+    `cuda_graphs = "never"` and without `compile`. With `sums = "nccl"` and more than two slots, the
+    size changes the order of sums, and so the bits of the result."""
     timeout_s: AboveZero = 300.0
     """Time limit, in seconds, of each wait for a neighbour. A slot that is later than the other
     slots of its node by 0.8 times this limit ends the run, too."""

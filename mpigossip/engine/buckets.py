@@ -110,8 +110,10 @@ class BackwardAverage:
         # Memory that grew between two buckets could be used again while a sum still reads it.
         group.reserve(len(gradients[0]), max(lengths))
         parameters = dict(module.named_parameters())
+        waited = {name for bucket in buckets for name in bucket.names}
         for name in layout.names:
-            parameters[name].register_post_accumulate_grad_hook(self._hook(name))
+            if name in waited:  # No bucket contains a parameter without elements.
+                parameters[name].register_post_accumulate_grad_hook(self._hook(name))
 
     def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
         """Return the hook of a parameter."""

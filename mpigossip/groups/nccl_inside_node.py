@@ -109,13 +109,24 @@ class TorchGroup:
         self._synchronize()
         self.all_gather(self.reduce_scatter_mean(full), full)  # loads NCCL's kernels
         if self.starts_means:
-            columns = slice(0, self.slots)
-            self.reserve(1, self.slots)
-            self.start_mean(full, columns)
-            self.finish_means(full)
-            for works in self.start_gather(full, [columns]):
-                self.finish_gather(works)
+            self._open_connections()
         self._synchronize()
+
+    def _open_connections(self) -> None:
+        """Average and gather zeros, so that NCCL connects all pairs of slots now.
+
+        Otherwise, NCCL would open connections and allocate their memory in the first backward pass.
+        The k-th range lies in the shard of slot k, to which all slots send.
+        """
+        slots = self.slots
+        full = self.zeros(1, slots * slots)
+        ranges = [slice(k * slots, (k + 1) * slots) for k in range(slots)]
+        self.reserve(1, slots)
+        for columns in ranges:
+            self.start_mean(full, columns)
+        self.finish_means(full)
+        for works in self.start_gather(full, ranges):
+            self.finish_gather(works)
 
     def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
         return [torch.zeros(rows, columns, device=device) for device in self.devices]
@@ -179,7 +190,7 @@ class TorchGroup:
         piece = part.chunk(self.slots, dim=1)[self.local_slots[0]]
         self._calls += 1
         self._works = []
-        self._call = "reduce-scatter over the node's slots"
+        self._call = "reduce-scatter over the node's slots, which waits for all of them,"
         with (
             self._errors_named(),
             launch_lock if self._on_gpus else nullcontext(),

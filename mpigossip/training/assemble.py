@@ -268,6 +268,10 @@ def make_replicas(
     """
     node = job.node
     graphs = resolve_cuda_graphs(node.cuda_graphs, node.vmap or group.devices[0] == "cpu")
+    # Buckets have not run on several GPUs yet, so that only a user who asks for steps without CUDA
+    # graphs gets them, and no "auto" on AMD GPUs. A compiled backward pass returns all gradients at
+    # its end, so that buckets would not overlap with it.
+    uses_buckets = node.cuda_graphs == "never" and not node.compile
     replicas = Replicas(
         module,
         flat,
@@ -276,7 +280,7 @@ def make_replicas(
         vectorized=node.vmap,
         graphs=graphs,
         objective=objective,
-        bucket_mb=node.bucket_mb,
+        bucket_mb=node.bucket_mb if uses_buckets else 0,
         gather_later=allows_gather(job),
     )
     if node.compile:

@@ -209,11 +209,11 @@ class Replicas:
         per_slot = None if idle_rows else self._replayed(compute, batches)
         try:
             per_slot = self.group.run(work) if per_slot is None else per_slot
+            figures = self.group.sum_scalars(per_slot)
         except BaseException:
             if average is not None:
                 average.fail()
             raise
-        figures = self.group.sum_scalars(per_slot)
         figures[:, 0] /= self.group.slots
         return figures
 
