@@ -164,7 +164,7 @@ def test_shared_frozen_and_unused_parameters_have_the_simulators_bits(ranks, acc
     reference = trained(SingleProcess(), 1, ODD, "cpu:2", more)
     for full, during, after in ranks(2)(train_odd, [*more, *SMALL], timeout=300):
         assert torch.equal(torch.from_numpy(full), reference)
-        assert during > 0 and after > OPENED
+        assert during > 0 and after > 2
 
 
 @pytest.mark.parametrize("sums", ["slots", "nccl"])
