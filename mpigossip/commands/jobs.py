@@ -46,8 +46,8 @@ def _add_job(commands) -> None:
         type=Path,
         dest="folder",
         metavar="DIR",
-        help="run directory of the program, as in Gossip(run=DIR): after a stop with a new "
-        "checkpoint, the script queues the job again; default: it never does",
+        help="run directory of the program, Gossip(run=DIR): the job is queued again after "
+        "a stop with a new checkpoint",
     )
     job.add_argument(
         "--nodes", type=many, required=True, metavar="N", help="number of hosts to request"
@@ -77,7 +77,7 @@ def _add_job(commands) -> None:
     job.add_argument(
         "--mpi",
         metavar="X",
-        help="add --mpi=X to srun: pmix (Open MPI), pmi2 (MPICH), cray_shasta (Cray)",
+        help="srun's --mpi: pmix (Open MPI), pmi2, cray_shasta",
     )
     job.add_argument(
         "--launcher",

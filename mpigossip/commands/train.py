@@ -176,7 +176,8 @@ def _exit_code(summary: dict, world: World) -> int:
 
 
 JOIN = """
-mpigossip join runs/big digits algorithm.style=atc cadence.name=every cadence.period=4
+mpigossip join runs/big digits algorithm.style=atc \\
+      cadence.name=every cadence.period=4
 mpigossip join runs/big
 """
 REPLAY = """
