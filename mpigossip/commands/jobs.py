@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 JOB = """
 mpigossip job generic-slurm digits --nodes 4 --gpus 4 --time 10m
 mpigossip job perlmutter JOB.toml --nodes 32 --time 6h --account A >job.sh
-mpigossip job SITE --program 'python train.py' --run runs/x --nodes 8 --time 6h
+mpigossip job SITE --program 'python loop.py' --run runs/x --nodes 8 --time 6h
 """
 
 
