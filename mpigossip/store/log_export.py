@@ -19,12 +19,18 @@ from mpigossip.store.hdf5 import replacing, writing
 from mpigossip.store.log_reading import Log, metrics_in, with_nan
 
 TENSORBOARD = {
-    "loss": "loss/training", "lr": "schedule/lr", "gradient_norm": "training/gradient_norm",
-    "consensus_distance": "nodes/consensus_distance", "staleness": "nodes/staleness",
-    "samples_per_second": "speed/samples_per_second", "bytes_sent": "speed/bytes_sent",
-    "compute_s": "time/compute", "node_s": "time/node", "exchange_s": "time/exchange",
+    "loss": "loss/training",
+    "lr": "schedule/lr",
+    "gradient_norm": "training/gradient_norm",
+    "consensus_distance": "nodes/consensus_distance",
+    "staleness": "nodes/staleness",
+    "samples_per_second": "speed/samples_per_second",
+    "bytes_sent": "speed/bytes_sent",
+    "compute_s": "time/compute",
+    "node_s": "time/node",
+    "exchange_s": "time/exchange",
     "idle_s": "time/idle",
-}  # fmt: skip
+}
 """Tags by which TensorBoard shows columns of the steps, as means over the nodes."""
 HIDDEN = ("step", "kind", "mixed_distance")
 """Columns that are not exported to TensorBoard."""

@@ -111,9 +111,15 @@ def train(options, world) -> str:
                 train_chunk(world, model, optimizer, chunk)
         else:
             with mpigossip.join(
-                f"{options.folder}-first", model, optimizer, chunks=2, lease_s=600, poll_s=0.2,
-                replay=options.replay, world=world,
-            ) as member:  # fmt: skip
+                f"{options.folder}-first",
+                model,
+                optimizer,
+                chunks=2,
+                lease_s=600,
+                poll_s=0.2,
+                replay=options.replay,
+                world=world,
+            ) as member:
                 for chunk in member:
                     train_chunk(world, model, optimizer, chunk)
     del model, optimizer
@@ -128,9 +134,15 @@ def train(options, world) -> str:
             phases.end("train")
     else:
         with mpigossip.join(
-            options.folder, model, optimizer, chunks=options.chunks, lease_s=600, poll_s=0.2,
-            replay=options.replay, world=world,
-        ) as member:  # fmt: skip
+            options.folder,
+            model,
+            optimizer,
+            chunks=options.chunks,
+            lease_s=600,
+            poll_s=0.2,
+            replay=options.replay,
+            world=world,
+        ) as member:
             phases.end("join")
             for chunk in member:
                 phases.end("exchange" if "train" in phases.peaks else "start")
