@@ -75,7 +75,7 @@ class ArrayForm:
         :raises JobError: if an array has another form, or ``out`` cannot be written
         """
         for array in (*arrays, out):
-            if array is not None and not self._fits(array):
+            if array is not None and not self._has_form(array):
                 raise JobError(
                     f"{call}: an array is {describe(array)}; this {self._owner} was made for "
                     f"{'torch' if self.is_tensor else 'numpy'} arrays of {self.numpy_dtype} and "
@@ -91,7 +91,7 @@ class ArrayForm:
                 "can't be written; give a copy of it"
             )
 
-    def _fits(self, array: Any) -> bool:
+    def _has_form(self, array: Any) -> bool:
         """Return whether an array has this kind, dtype and shape, and holds all of its values."""
         return (
             isinstance(array, torch.Tensor if self.is_tensor else np.ndarray | np.generic)
