@@ -305,6 +305,7 @@ def on_ranks(comm, folder, stop):
     return [each.get("digest") for each in digests]
 
 
+@pytest.mark.every
 def test_a_custom_graph_trains_in_jobs_and_resumes(ranks, tmp_path, one_thread):
     """Each round is made by a function; ranks equal the simulator bitwise, also after a resume."""
     with SingleProcess() as alone:

@@ -60,6 +60,7 @@ def test_messages_of_one_call_do_not_reach_the_next(ranks):
     assert ranks(2)(is_anything_there) == [False, False]
 
 
+@pytest.mark.every
 def test_a_failing_call_is_shown_and_leaves_nothing_behind_and_the_next_works(own, mpirun):
     """Ranks raise, hang or die; the pool starts again after each failure."""
     for failure, says in (

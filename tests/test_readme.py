@@ -100,6 +100,7 @@ def shell(mpirun, pooled, tmp_path, monkeypatch, capfd, request):
     return run
 
 
+@pytest.mark.every
 def test_the_commands_of_the_readme_run_as_pasted(shell, tmp_path):
     said = {line: shell(line) for line in commands("README.md")}
     assert len(said) >= 9 and (tmp_path / "compare.png").exists()

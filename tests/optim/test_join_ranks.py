@@ -48,7 +48,8 @@ def test_two_members_of_two_ranks_and_their_replay(tmp_path, kind):
     assert "ranks 2, here 1" in alone.stderr
 
 
-@pytest.mark.parametrize("kind", some(["fsdp", "ddp"], ["fsdp"]))
+@pytest.mark.every
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_a_killed_rank_ends_its_member_and_members_of_4_and_1_ranks_go_on(tmp_path, kind):
     folder = tmp_path / "run"
     first = Launch(2, program(folder, kind))
@@ -65,6 +66,7 @@ def test_a_killed_rank_ends_its_member_and_members_of_4_and_1_ranks_go_on(tmp_pa
     assert sums(late) == results[:1] * 3
 
 
+@pytest.mark.every
 def test_a_member_joins_again_if_a_model_vanishes_while_it_is_averaged(tmp_path):
     """One rank can't read a file that another member has removed; no rank keeps zeros."""
     folder = tmp_path / "run"
@@ -77,6 +79,7 @@ def test_a_member_joins_again_if_a_model_vanishes_while_it_is_averaged(tmp_path)
     assert once == dict.fromkeys(range(in_member.CHUNKS), 1)
 
 
+@pytest.mark.every
 def test_ranks_of_a_sharded_member_never_hold_the_whole_model(tmp_path):
     launches = [Launch(2, program(tmp_path / "run", "large")) for _ in range(2)]
     grown = [int(value) for one in launches for value in sums(one.finish(200))]
@@ -84,6 +87,7 @@ def test_ranks_of_a_sharded_member_never_hold_the_whole_model(tmp_path):
     assert len(grown) == 4 and max(grown) < 20e6, grown
 
 
+@pytest.mark.every
 def test_the_state_of_a_frozen_parameter_is_kept(tmp_path):
     """The optimizer has it, but its parameter is in no published model."""
     done = mpirun(2, program(tmp_path / "run", "frozen"), 90, warm=False)

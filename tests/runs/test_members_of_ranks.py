@@ -173,6 +173,7 @@ def check_exported(folder, place, ranks, to):
 
 
 # Without a process group, torch warns that it loads in a single process.
+@pytest.mark.every
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_members_of_2_and_4_ranks_and_of_one_process_train_together(tmp_path):
     """One rank is killed, which ends its member; members of 4 ranks and of one process join."""

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from mpigossip.store.log import Column, LogWriter
 from tests.launch import warmed
@@ -21,6 +22,7 @@ def test_forged_files_are_refused_in_words_fast_and_open_nothing_else():
     assert "60 forged, 0 wrong" in done.stdout and "structure: refused" in done.stdout
 
 
+@pytest.mark.every
 def test_mutated_jobs_and_forged_folders_of_members_end_in_a_sentence():
     """Run a sample of the lab's 10,000 jobs; times and memory are judged on idle machines."""
     few = ["--count", "20", "--steps", "1", "--files", "3", "--seed", "3"]
