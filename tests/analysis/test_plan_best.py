@@ -258,6 +258,22 @@ def test_the_nearest_measurement_has_the_same_method_and_task():
     assert cost(texts, *outer, "cadence.period=32", "cadence.fragments=4") is None
 
 
+def test_a_cost_that_was_measured_with_another_style_says_so(capsys):
+    texts = str(JOB.with_name("text-gpt.toml"))
+    command = ["plan", texts, "--nodes", "4", "--best", "--json", "--compute", "10ms"]
+    command += ["--bandwidth", "1MB/s", "--coding", "1GB/s"]
+    costs = {}
+    for style in ("atc", "awc"):
+        settings = "algorithm.name=dsgd", f"algorithm.style={style}", "graph.name=ring"
+        assert main([*command, *settings]) == 0
+        rows = json.loads(capsys.readouterr().out)["4"]["proposals"]
+        costs[style] = next(
+            row["cost"] for row in rows if row["label"].startswith("dsgd, one-peer-e")
+        )
+    assert "12.71 % more loss" in costs["atc"] and "style" not in costs["atc"]
+    assert costs["awc"] == f"{costs['atc']}; measured with style atc, not awc"
+
+
 def test_a_cost_is_judged_by_the_upper_end_of_its_interval():
     evidence = replace(EVIDENCE[0], cost=0.3, interval=(0.1, 0.6))
     assert not evidence.fulfils(Accept()) and evidence.fulfils(Accept(points=0.6))

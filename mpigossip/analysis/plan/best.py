@@ -62,7 +62,12 @@ class Proposal:
         """Description of the measured cost in quality."""
         if not self.level:
             return "none: this is what the others are compared with"
-        return self.evidence.text if self.evidence else "not measured"
+        if self.evidence is None:
+            return "not measured"
+        measured = self.evidence.style
+        if measured == self.style:
+            return self.evidence.text
+        return f"{self.evidence.text}; measured with style {measured}, not {self.style}"
 
     def fulfils(self, accept: Accept) -> bool:
         """Return whether the measured cost is acceptable; all-reduce costs nothing."""
