@@ -9,8 +9,8 @@ also informs the first ranks of the world. At the limit, the error names the awa
 sent nothing since their last wait: they are computing, stopped or unreachable.
 
 As long as no wait and no pause is long, no message is sent, not even when a world closes or a rank
-exits: a rank that exits answers the ranks that wait for it, until all ranks exit. A rank sends
-about `MAX_AWAITED` messages each time its wait has doubled, and once `MAX_RECIPIENTS`, so that the
+exits: a rank that exits answers the ranks that wait for it, until all ranks exit. A rank sends at
+most `MAX_AWAITED` messages each time its wait has doubled, and once `MAX_RECIPIENTS`, so that the
 number of messages of a job grows in proportion to its number of ranks. Only a long pause and the
 report of an error are announced to all ranks. While the pause of one rank is announced, no other
 rank announces its own (:class:`Pause`).
@@ -341,16 +341,17 @@ class WaitMonitor:
         return next((code for rank, code in codes.items() if rank in awaited or not awaited), None)
 
     def next_awaited(self, awaited: Iterable[int]) -> set[int]:
-        """Return the awaited ranks that follow this rank cyclically, about `MAX_AWAITED` of them.
+        """Return the awaited ranks that follow this rank cyclically, at most `MAX_AWAITED` of them.
 
         These ranks are informed of a wait first. This suffices: if the ranks wait in two calls,
         then some rank of one call is followed by a rank of the other.
 
         :param awaited: ranks of this world that the wait needs; if empty, all ranks
         """
-        ranks = {*awaited} or {*range(self._comm.size)}
-        distance = {(rank - self._comm.rank) % self._comm.size: rank for rank in ranks}
-        return {distance[key] for key in sorted(distance)[: MAX_AWAITED + 1]} - {self._comm.rank}
+        own = self._comm.rank
+        others = ({*awaited} or {*range(self._comm.size)}) - {own}
+        following = sorted(others, key=lambda rank: (rank - own) % self._comm.size)
+        return {*following[:MAX_AWAITED]}
 
     def recipients(self, extra: Iterable[int]) -> set[int]:
         """Return the ranks to inform of a wait: those in ``extra`` and the world's first ranks."""

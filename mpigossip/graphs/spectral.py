@@ -269,14 +269,14 @@ def rounds_to_exact(graph: Graph, start: int = 0, limit: int | None = None) -> i
 
     :param graph: graph to examine
     :param start: first round
-    :param limit: largest number of rounds to try; None: one round of a static graph, otherwise two
-        periods, or 4 ⌈log2 n⌉ + 4 rounds if that is more
+    :param limit: largest number of rounds to try; None: two periods, or 4 ⌈log2 n⌉ + 4 rounds if
+        that is more. The graph may be static: powers of its matrix can become exact, too
     """
     n = graph.n
     if n == 1:
         return 0
     if limit is None:
-        limit = 1 if graph.period == 1 else max(2 * horizon(graph), 4 * rounds_needed(n) + 4)
+        limit = max(2 * horizon(graph), 4 * rounds_needed(n) + 4)
     product = _rounds(graph, limit, start)
     if _circulants(product):
         return _first_exact(residues(graph, limit, start))

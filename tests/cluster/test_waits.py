@@ -311,6 +311,16 @@ def test_messages_of_an_end_grow_in_proportion_to_the_ranks(monkeypatch, n):
     assert now[0] == pytest.approx(waits.INFORM_S + waits.DEPARTURE_GRACE_S, abs=0.5)
 
 
+@on_each("awaited", [(), range(1, 40), (7, 39, 3), range(20, 40)])
+def test_a_wait_informs_the_awaited_ranks_that_follow(awaited):
+    """At most MAX_AWAITED of them, also if this rank is not among those that are awaited."""
+    own, n = 5, 40
+    monitor = WaitMonitor(Network(n).comm(own), ["host"] * n)
+    informed = monitor.next_awaited(awaited)
+    others = [rank % n for rank in range(own + 1, own + n) if rank % n in (awaited or range(n))]
+    assert informed == {*others[: waits.MAX_AWAITED]}
+
+
 @on_each("n", [2, 4, 8, 16, 32])
 def test_messages_of_long_waits_grow_in_proportion_to_the_ranks(monkeypatch, n):
     """The first rank computes for 100 s, and all others wait for it with a limit of 300 s."""

@@ -78,6 +78,30 @@ def test_rounds_to_exact():
     )
 
 
+@on_each("degree, length", [(2, 3), (2, 6), (3, 4)])
+def test_powers_of_a_static_graph_may_become_exact(degree, length):
+    """In a de Bruijn graph, node i sends to degree · i, … mod n: W^length is the average."""
+    n = degree**length
+    matrix = np.zeros((n, n))
+    for node in range(n):
+        for k in range(degree):
+            matrix[(degree * node + k) % n, node] += 1 / degree
+    assert sp.rounds_to_exact(graph([matrix], n)) == length
+
+
+@on_each("name", sorted(BUILDERS))
+@on_each("n", [8, 9, 64])
+def test_static_graphs_of_the_package_are_exact_after_one_round_or_never(name, n):
+    """Products that converge fast are not mistaken for exact ones."""
+    try:
+        g = graph(name, n)
+    except GraphError:
+        return
+    if g.period == 1:
+        is_exact = np.abs(g.matrix(0) - 1 / n).max() < 1e-12
+        assert sp.rounds_to_exact(g) == (1 if is_exact else None)
+
+
 PRIME = 2**31 - 1
 
 

@@ -97,7 +97,8 @@ def nearest(job: Job, n: int, parameters: int, any_task: bool = False) -> Eviden
     """Return the measurement of a job's method whose model and number of nodes are nearest.
 
     Method, graph and kind of task are the same; the period is similar. The style may be another
-    one, because few styles were measured. Distances are computed from logarithms of the numbers of parameters, nodes and steps between exchanges.
+    one, because few styles were measured. Distances are computed from logarithms of the numbers of
+    parameters, nodes and steps between exchanges.
 
     :param job: the job of a proposal
     :param n: number of nodes of the job
