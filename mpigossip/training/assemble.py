@@ -5,12 +5,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from mpigossip import algorithms, config, graphs, models
 from mpigossip.algorithms import cadence as cadences
+from mpigossip.algorithms.adamw_step import all_use_kernel
 from mpigossip.cluster import deadline, nodes
 from mpigossip.cluster.local_devices import resolve_auto, slots_of
 from mpigossip.cluster.world import World
@@ -220,6 +222,22 @@ def _unfit(job: Job, n: int) -> tuple[Graph | None, list[str]]:
     return graph, rules.incompatibilities(make_parts(job, graph))
 
 
+def agree_on_local_options(job: Job, world: World, local_devices: Sequence[str]) -> dict[str, Any]:
+    """Return the options of the local step that all ranks use; collective over ``world``.
+
+    `local.fused` becomes false unless all ranks can use the fused kernel, because ranks would
+    otherwise compute in different ways.
+
+    :param job: the job
+    :param world: all ranks of the run
+    :param local_devices: devices of this rank's slots
+    """
+    options = dict(job.local.options)
+    if options.get("fused"):
+        options["fused"] = all_use_kernel(world, local_devices)
+    return options
+
+
 def resolve_cuda_graphs(setting: str, eager: bool) -> str:
     """Return the value of `node.cuda_graphs` for this job: "always", "never" or "auto".
 
@@ -355,7 +373,13 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
     total = job.run.epochs * per_epoch
     shards = local_shards(group)
     parts = make_parts(
-        job, graph, flat, shards=shards, devices=group.devices[: len(shards)], total=total
+        job,
+        graph,
+        flat,
+        shards=shards,
+        devices=group.devices[: len(shards)],
+        local_options=agree_on_local_options(job, world, group.devices),
+        total=total,
     )
     if world.rank == 0 and (warning := rules.state_warning(parts)):
         print_note_once(warning)
