@@ -206,6 +206,36 @@ def test_an_error_in_a_backward_pass_is_raised_and_the_group_is_closed_without_a
 
 
 @with_world(per=2)
+def one_late_rank(world, limit_s, late_s):
+    """Let rank 1 be late in one step; return the loss of that step on this rank.
+
+    :param limit_s: time limit of the watchdog; all other limits are long
+    :param late_s: seconds by which rank 1 is late
+    """
+    import time
+
+    from mpigossip.training import assemble
+    from tests.double.devices import job
+
+    assembly = assemble.assemble(job("mlp", f"cuda:{world.rank}", *SMALL), world, 1)
+    trainer = assembly.trainer
+    trainer.step()
+    assembly.engine.group._watchdog.timeout_s = limit_s
+    world.barrier()
+    time.sleep(late_s * world.rank)
+    loss = float(trainer.step().loss[0])
+    trainer.step()
+    assembly.close()
+    return loss
+
+
+def test_a_rank_may_be_late_in_the_backward_pass_by_twice_the_limit(ranks):
+    """Without buckets, the others wait for it at a barrier, which has this limit."""
+    losses = ranks(2)(one_late_rank, 6, 9, timeout=120)
+    assert losses[0] == losses[1]
+
+
+@with_world(per=2)
 def count_waits(world, bucket_mb):
     """Return the waits of a step, and the buckets for which a forward pass waited."""
     from mpigossip.groups.nccl_inside_node import TorchGroup
