@@ -34,12 +34,13 @@ from mpigossip.mixing.combine import weighted_sum
 
 T = TypeVar("T")
 
-BUCKET = 1 << 24
-"""Number of elements that a slot receives at once for a sum in slot order. The memory for them is
-allocated twice, so that the next bucket is transferred while one is summed."""
-BUCKET_ALIGN = 512
-"""Number of elements of which the part of a bucket from each slot is a multiple, so that the kernel
-of the sum can load four elements at once."""
+SUM_BUCKET = 1 << 24
+"""Number of elements that a slot receives at once for a sum in slot order: a sum bucket, of which a
+parameter bucket contains one or several. The memory for them is allocated twice, so that the next
+sum bucket is transferred while one is summed."""
+SUM_BUCKET_ALIGN = 512
+"""Number of elements of which the part of a sum bucket from each slot is a multiple, so that the
+kernel of the sum can load four elements at once."""
 EVERY_S = 0.5
 """Seconds between two checks of the watchdog."""
 GRACE_S = 4.0
@@ -335,7 +336,7 @@ class TorchGroup:
         """Average the shard of the k-th local slot over all slots, in slot order, into ``out``.
 
         ``array`` is the whole array of this slot; the other slots receive their shards of it. While
-        a bucket of the shard is summed, the next one is transferred.
+        a sum bucket of the shard is summed, the next one is transferred.
         """
         rows, width = out.shape
         step = self._bucket_width(width)
@@ -362,12 +363,12 @@ class TorchGroup:
         received: torch.Tensor,
         out: torch.Tensor,
     ) -> Callable[[], None]:
-        """Start to send and receive a bucket; return a function that waits for it and sums it.
+        """Start to send and receive a sum bucket; return a function that waits for it and sums it.
 
         :param k: index of the slot among the local slots
         :param row: whole array of this slot, (P,)
-        :param columns: columns of a shard that the bucket contains
-        :param received: memory for the bucket of each slot, (slots, columns)
+        :param columns: columns of a shard that the sum bucket contains
+        :param received: memory for the sum bucket of each slot, (slots, columns)
         :param out: shard of this slot, (P/slots,), which is a part of ``row``
         """
         own = self.local_slots[k]
@@ -391,9 +392,9 @@ class TorchGroup:
         return sum_bucket
 
     def _bucket_width(self, width: int) -> int:
-        """Return the number of columns of a shard of ``width`` columns that a bucket contains."""
-        whole = BUCKET // self.slots // BUCKET_ALIGN * BUCKET_ALIGN
-        return min(width, max(BUCKET_ALIGN, whole))
+        """Return the number of columns that a sum bucket contains, for a shard of ``width``."""
+        whole = SUM_BUCKET // self.slots // SUM_BUCKET_ALIGN * SUM_BUCKET_ALIGN
+        return min(width, max(SUM_BUCKET_ALIGN, whole))
 
     def _reserve(self, rows: int, width: int) -> None:
         """Allocate memory for the elements that other slots send, before any slot launches a call.

@@ -14,7 +14,7 @@ from mpigossip.engine.buckets import (
     BackwardAverage,
     ForwardGather,
     can_overlap,
-    make_buckets,
+    make_parameter_buckets,
 )
 from mpigossip.engine.vector import ParameterLayout
 from mpigossip.groups.base import Group, local_shards, shard_views
@@ -101,7 +101,7 @@ class Replicas:
         if bucket_mb and rows == 1 and can_overlap(group, graphs, vectorized):
             node = cast("TorchGroup", group)
             replica = self._modules[0][0]
-            buckets = make_buckets(replica, flat, 1e6 * bucket_mb)
+            buckets = make_parameter_buckets(replica, flat, 1e6 * bucket_mb)
             self._average = BackwardAverage(replica, flat, self.grads, node, buckets)
             if gather_later:
                 self._gathering = ForwardGather(replica, flat, self._full, node, buckets)

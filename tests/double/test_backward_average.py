@@ -270,12 +270,12 @@ def test_the_host_waits_as_often_as_without_buckets(ranks):
 
 
 def test_buckets_cover_the_parameters_in_the_order_of_the_module():
-    from mpigossip.engine.buckets import make_buckets
+    from mpigossip.engine.buckets import make_parameter_buckets
     from mpigossip.engine.vector import flatten
 
     model = nn.Sequential(nn.Linear(100, 80), nn.LayerNorm(80), nn.Linear(80, 90))
     layout = flatten(model, 2, ["0.weight", "2.weight"])
-    buckets = make_buckets(model, layout, 8192)
+    buckets = make_parameter_buckets(model, layout, 8192)
     ranges = sorted((bucket.columns.start, bucket.columns.stop) for bucket in buckets)
     assert ranges[0][0] == 0 and ranges[-1][1] == layout.size
     assert all(end == begin for (_, end), (begin, _) in zip(ranges, ranges[1:], strict=False))
