@@ -30,7 +30,7 @@ class Gathered(Mixer):
         :param make: function of the layout of a shard that opens the mixer of the inter-node ranks
         """
         (size,), slots = layout.widths, group.slots
-        # All shards have the same number of buckets, because lossy wires encode whole buckets.
+        # Shards consist of equally many buckets of the wire, because lossy wires encode these.
         width = -(-size // (slots * WIRE_BUCKET)) * WIRE_BUCKET
         (slot,) = group.local_slots
         self.layout = layout

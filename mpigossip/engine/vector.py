@@ -285,9 +285,8 @@ def flatten(
         boundary = offset if index == first_undecayed else boundary
         offsets.append(offset)
         offset += -(-parameter.numel() // ALIGN) * ALIGN
-    unit = (
-        slots * WIRE_BUCKET
-    )  # each shard consists of whole buckets, because lossy wires encode these
+    # Each shard consists of whole buckets of the wire, because lossy wires encode these.
+    unit = slots * WIRE_BUCKET
     return ParameterLayout(
         names=tuple(name for name, _ in ordered),
         shapes=tuple(tuple(parameter.shape) for _, parameter in ordered),

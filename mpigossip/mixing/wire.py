@@ -17,7 +17,7 @@ from mpigossip.mixing.kernels import gpu_random
 ALIGN = 32
 """Alignment of every parameter in the vector, in elements (128 bytes), with zeros as padding."""
 WIRE_BUCKET = 512
-"""Number of elements that a lossy wire encodes together. The texts of wires call them a bucket, which
+"""Number of elements that a lossy wire encodes together. Texts about wires call them a bucket; this
 is not a `ParameterBucket`. The width of a shard is a multiple of it."""
 CHUNK = 1 << 18
 """Number of elements whose codes are contiguous in an encoded vector, so that it can be sent and
@@ -68,8 +68,8 @@ class Wire(NamedTuple):
         """
         if width % WIRE_BUCKET:
             raise ValueError(
-                f'wire "{self.name}" encodes buckets of {WIRE_BUCKET} elements; {width} elements do '
-                "not fill whole buckets: pad the vector with zeros"
+                f'wire "{self.name}" encodes buckets of {WIRE_BUCKET} elements; {width} elements '
+                "do not fill whole buckets: pad the vector with zeros"
             )
         return -(-sum(self.sizes) * (width // WIRE_BUCKET) // 8) * 8
 

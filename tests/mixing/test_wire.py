@@ -136,9 +136,8 @@ def test_top_k_in_two_bits_takes_the_nearest_of_four_values():
     scale = values().view(-1, WIRE_BUCKET).abs().amax(1, keepdim=True)
     where = kept != 0
     assert torch.equal(q != 0, where)
-    assert ((q - kept).view(-1, WIRE_BUCKET).abs() <= scale / 3 * 1.0001)[
-        where.view(-1, WIRE_BUCKET)
-    ].all()
+    errors = (q - kept).view(-1, WIRE_BUCKET).abs()
+    assert (errors <= scale / 3 * 1.0001)[where.view(-1, WIRE_BUCKET)].all()
 
 
 @on_each("name", ALL)
@@ -246,9 +245,8 @@ def test_top_k_keeps_the_largest_and_sign_the_mean_modulus():
         assert len(kept) in (0, 52) and torch.equal(before[kept], after[kept])
         assert not len(kept) or before[kept].abs().min() >= before[after == 0].abs().max()
     made("sign").pack(q := x.clone(), (0, 0, 0), 0)
-    assert torch.allclose(
-        q.view(-1, WIRE_BUCKET).abs().mean(1), x.view(-1, WIRE_BUCKET).abs().mean(1)
-    )
+    means = [array.view(-1, WIRE_BUCKET).abs().mean(1) for array in (q, x)]
+    assert torch.allclose(*means)
 
 
 def test_random_k_takes_every_value_equally_often():
