@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from mpigossip.engine.vector import ParameterLayout
-from mpigossip.groups.base import Group, GroupError
+from mpigossip.groups.base import GroupError
 from mpigossip.mixing.wire import WIRE_BUCKET
 
 if TYPE_CHECKING:  # loaded by jobs on GPUs only
@@ -61,18 +61,6 @@ def make_parameter_buckets(
         buckets.append(ParameterBucket(slice(begin, end), names))
     positions = {name: index for index, (name, _) in enumerate(module.named_parameters())}
     return sorted(buckets, key=lambda b: min(positions[name] for name in b.names))
-
-
-def can_overlap(group: Group, graphs: str, vectorized: bool) -> bool:
-    """Return whether gradients can be averaged during the backward pass.
-
-    A CUDA graph contains the whole backward pass, and a `vmap` computes all gradients at once.
-
-    :param group: slots of the node
-    :param graphs: use of CUDA graphs, as in `Replicas`
-    :param vectorized: whether one `vmap` computes the gradients of all rows
-    """
-    return group.starts_means and graphs == "never" and not vectorized
 
 
 class BackwardAverage:

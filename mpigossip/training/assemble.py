@@ -253,6 +253,19 @@ def resolve_cuda_graphs(setting: str, eager: bool) -> str:
     return setting
 
 
+def allows_buckets(job: Job) -> bool:
+    """Return whether a job's gradients may be averaged in parameter buckets during backward.
+
+    The group of the node's slots must be able to do so, too (`Group.starts_means`). A CUDA graph
+    contains the whole backward pass. Buckets have not run on several GPUs yet, so that only a user
+    who asks for steps without CUDA graphs gets them, and no "auto" on AMD GPUs. A compiled backward
+    pass, or a `vmap`, returns all gradients at its end, so that buckets would not overlap with it.
+    """
+    node = job.node
+    eager = node.cuda_graphs == "never" and not (node.compile or node.vmap)
+    return eager and node.shard and node.bucket_mb > 0
+
+
 def allows_gather(job: Job) -> bool:
     """Return whether a job's forward pass may begin before the whole model is gathered.
 
@@ -286,10 +299,7 @@ def make_replicas(
     """
     node = job.node
     graphs = resolve_cuda_graphs(node.cuda_graphs, node.vmap or group.devices[0] == "cpu")
-    # Buckets have not run on several GPUs yet, so that only a user who asks for steps without CUDA
-    # graphs gets them, and no "auto" on AMD GPUs. A compiled backward pass returns all gradients at
-    # its end, so that buckets would not overlap with it.
-    uses_buckets = node.cuda_graphs == "never" and not node.compile
+    uses_buckets = group.starts_means and allows_buckets(job)
     replicas = Replicas(
         module,
         flat,
