@@ -35,9 +35,9 @@ from mpigossip.mixing.combine import weighted_sum
 T = TypeVar("T")
 
 SUM_BUCKET = 1 << 24
-"""Number of elements that a slot receives at once for a sum in slot order: a sum bucket, of which a
-parameter bucket contains one or several. The memory for them is allocated twice, so that the next
-sum bucket is transferred while one is summed."""
+"""Number of elements that a slot receives at once for a sum in slot order: a sum bucket. An average
+of a parameter bucket takes one sum bucket or several. The memory for a sum bucket is allocated
+twice, so that the next one is transferred while one is summed."""
 SUM_BUCKET_ALIGN = 512
 """Number of elements of which the part of a sum bucket from each slot is a multiple, so that the
 kernel of the sum can load four elements at once."""

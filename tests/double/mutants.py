@@ -61,11 +61,11 @@ OVERLAPPED = (
 )
 LATE = (
     "double/test_backward_average.py"
-    "::test_a_rank_may_be_late_in_the_backward_pass_by_twice_the_limit"
+    "::test_averages_that_have_begun_wait_for_a_late_rank_as_long_as_the_barrier"
 )
 FUSED = (
     "double/test_adamw_step.py"
-    "::test_one_rank_without_a_right_kernel_leaves_the_formula_on_all[different-of_nodes]"
+    "::test_one_rank_without_a_right_kernel_leaves_the_formula_on_all[of_nodes-different]"
 )
 REPLAYED = "test_gpu.py::test_captured_replicas_train_as_eager_ones"
 EAGER = "test_gpu.py::test_a_model_that_waits_for_the_gpu_trains_eagerly"
