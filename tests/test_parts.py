@@ -67,7 +67,7 @@ def rounded(levels):
     def decode(codes, out):
         out.copy_(codes[0].view(torch.int32)).div_(levels)
 
-    return wire.Wire("rounded", (4 * wire.BUCKET,), encode, decode)
+    return wire.Wire("rounded", (4 * wire.WIRE_BUCKET,), encode, decode)
 
 
 class Counting(Simulated):

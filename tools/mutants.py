@@ -63,7 +63,7 @@ MUTANTS = [
     Mutant("half of a pair not waited for", "average_pair",
            "self.wait_half(index, t)\nreturn", "return", WINDOWS),
     Mutant("random wire draws alike in every shard", "draw",
-           "bits.advance(first // BUCKET * count // 8)", "bits.advance(0)", WIRE),
+           "bits.advance(first // WIRE_BUCKET * count // 8)", "bits.advance(0)", WIRE),
     Mutant("last chunk not encoded", "write",
            "for begin in range(end_of_blocks, width, CHUNK):",
            "for begin in range(end_of_blocks, max(width - CHUNK, 1), CHUNK):", WIRE),

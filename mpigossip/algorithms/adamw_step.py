@@ -2,10 +2,12 @@
 
 The kernel rounds in another order, so that its results differ in the last bits from the formula. A
 simulation and ranks are bitwise identical nevertheless, if the result of an element does not depend
-on its position. Both properties are checked on the device before the first step. The kernel has not
-been run on a GPU.
+on its position, and if all ranks use the kernel or all use the formula. Before the first step, each
+rank therefore tries the kernel on its devices, and all ranks agree. The kernel has not been run on
+a GPU.
 """
 
+import hashlib
 import warnings
 from collections.abc import Sequence
 from functools import cache
@@ -13,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 from torch.optim.adamw import adamw as torch_adamw
+
+from mpigossip.cluster.world import World
 
 TOLERANCE = 1e-6
 """Largest difference between kernel and formula that is accepted, relative or absolute."""
@@ -104,35 +108,80 @@ def by_kernel(
         )
 
 
-@cache
-def usable(device: torch.device) -> bool:
-    """Return whether the kernel may replace the formula on this device.
+class Trial(NamedTuple):
+    """Result of a trial of the kernel on one device."""
 
-    The formula always stays on CPUs. If the kernel is not right on a GPU, a warning is issued.
+    device: str
+    problem: str
+    """Reason why the kernel can't be used on the device; "": it can."""
+    digest: str
+    """SHA-256 of the kernel's results; "": they are not right, or there are none."""
+
+
+def all_use_kernel(world: World, devices: Sequence[str]) -> bool:
+    """Return whether all ranks can use the kernel, with equal results; collective over ``world``.
+
+    If only some of them can, rank 0 issues a warning with the reason, and all use the formula. CPUs
+    always use the formula, without a warning.
+
+    :param world: all ranks of the run
+    :param devices: devices of this rank's slots
     """
-    if device.type != "cuda":
-        return False
-    try:
-        problem = "" if is_right(device) else "it differs from the formula, or depends on positions"
-    except Exception as error:  # noqa: BLE001 - after any error, the formula is used
-        reason = str(error).splitlines()[0] if str(error) else ""
-        problem = f"{type(error).__name__}: {reason}"
-    if problem:
+    trials = [trial(torch.device(device)) for device in devices]
+    trials_by_rank = world.broadcast(world.gather(trials))
+    problem = reason_against(trials_by_rank)
+    on_gpus = any(not result.device.startswith("cpu") for one in trials_by_rank for result in one)
+    if problem and on_gpus and world.rank == 0:
         warnings.warn(
-            f"local.fused = true: torch's fused AdamW is not used on {device}: {problem}; ten "
-            "operations replace it (local.fused = false does so without this warning)",
+            f"local.fused = true: torch's fused AdamW is not used: {problem}; ten operations "
+            "replace it on all ranks (local.fused = false does so without this warning)",
             stacklevel=2,
         )
     return not problem
 
 
-def is_right(device: torch.device) -> bool:
-    """Return whether the kernel is close to the formula, and independent of positions.
+def reason_against(trials_by_rank: Sequence[Sequence[Trial]]) -> str:
+    """Return the reason why not all ranks can use the kernel, or "" if they can.
 
-    Each row alone, and a part of the columns that begins between two groups of four elements, must
-    get the bits that they get in two whole rows.
+    :param trials_by_rank: trials of each rank's devices
+    """
+    first = trials_by_rank[0][0]
+    for rank, trials in enumerate(trials_by_rank):
+        for result in trials:
+            if result.problem:
+                return f"on {result.device} of rank {rank}, {result.problem}"
+            if result.digest != first.digest:
+                return (
+                    f"{result.device} of rank {rank} computes other bits than {first.device} of "
+                    "rank 0"
+                )
+    return ""
+
+
+@cache
+def trial(device: torch.device) -> Trial:
+    """Try the kernel on a device."""
+    if device.type != "cuda":
+        return Trial(str(device), "the formula is always used", "")
+    digest = ""
+    try:
+        digest = digest_if_right(device)
+        problem = "" if digest else "it differs from the formula, or depends on positions"
+    except Exception as error:  # noqa: BLE001 - after any error, the formula is used
+        reason = str(error).splitlines()[0] if str(error) else ""
+        problem = f"it fails ({type(error).__name__}: {reason})"
+    return Trial(str(device), problem, digest)
+
+
+def digest_if_right(device: torch.device) -> str:
+    """Return a digest of the kernel's results on a device; "" if the kernel must not be used.
+
+    The kernel must be close to the formula, and independent of positions: each row alone, and a
+    part of the columns that begins between two groups of four elements, must get the bits that they
+    get in two whole rows.
     """
     draw = torch.Generator().manual_seed(0)
+    hashed = hashlib.sha256()
     for length in TRIAL_LENGTHS:
         adamw = AdamW(0.9, 0.999, 1e-8, 0.1, length // 3)
         arrays = [torch.randn(2, length, generator=draw) for _ in range(4)]
@@ -143,11 +192,13 @@ def is_right(device: torch.device) -> bool:
             there = [array.to(device, copy=True) for array in arrays]
             _step_in_place(adamw, there, index)
             for got, wanted in zip((there[0], *there[2:]), (x, first, second), strict=True):
-                if not torch.allclose(got.cpu(), wanted, rtol=TOLERANCE, atol=TOLERANCE):
-                    return False
+                result = got.cpu()
+                if not torch.allclose(result, wanted, rtol=TOLERANCE, atol=TOLERANCE):
+                    return ""
+                hashed.update(result.numpy().tobytes())
             if not _independent(adamw, arrays, there, index):
-                return False
-    return True
+                return ""
+    return hashed.hexdigest()
 
 
 def _independent(

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpigossip.algorithms.adamw_step import AdamW, by_formula, by_kernel, usable
+from mpigossip.algorithms.adamw_step import AdamW, by_formula, by_kernel
 from mpigossip.algorithms.base import Decay, NoState, Step, init_from, no_state
 from mpigossip.config.limits import NotNegative, Positive
 
@@ -162,12 +162,13 @@ def adamw(
     :param eps: ε, constant that is added to the denominator
     :param decoupled_decay: λ, decoupled weight decay
     :param fused: whether GPUs use torch's fused kernel, which moves a third of the bytes. Its
-        results are not bitwise identical to the formula, which CPUs always use. Not tested on GPUs
+        results are not bitwise identical to the formula, which CPUs always use. A job uses it only
+        if all ranks can (`adamw_step.all_use_kernel`). Not tested on GPUs
     """
     parameters = AdamW(beta1, beta2, eps, decoupled_decay, decayed)
 
     def adapt(x, g, state: Moments, step: Step, out):
-        make_step = by_kernel if fused and usable(x.device) else by_formula
+        make_step = by_kernel if fused and x.device.type == "cuda" else by_formula
         make_step(parameters, x, g, state.first, state.second, step.index, step.lr, out)
         return state
 

@@ -287,7 +287,8 @@ class NodeSection:
     size changes the order of sums, and so the bits of the result."""
     timeout_s: AboveZero = 300.0
     """Time limit, in seconds, of each wait for a neighbour. A slot that is later than the other
-    slots of its node by 0.8 times this limit ends the run, too."""
+    slots of its rank by 0.8 times this limit ends the run, too, and so does a rank that is later
+    than the other ranks of its node by twice this limit."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Arithmetic of forward and backward; auto: bf16 on GPUs that support it, otherwise fp32."""
     wire: Text = "fp32"

@@ -1,7 +1,9 @@
-"""Buckets of a model: averages of gradients over the slots of a node, and gathered parameters.
+"""Parameter buckets: averages of gradients over the slots of a node, and gathered parameters.
 
-A bucket is averaged while the backward pass continues, and gathered while the next forward pass
-begins. Groups that can do so have ``starts_means``; see :mod:`mpigossip.groups.nccl_inside_node`.
+A parameter bucket is a range of the flat parameters, as in DistributedDataParallel; the buckets of
+lossy wires (`WIRE_BUCKET`) have 512 elements. A parameter bucket is averaged while the backward
+pass continues, and gathered while the next forward pass begins. Groups that can do so have
+``starts_means``; see :mod:`mpigossip.groups.nccl_inside_node`.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import torch
 from torch import nn
 
 from mpigossip.engine.vector import ParameterLayout
-from mpigossip.groups.base import Group, GroupError
-from mpigossip.mixing.wire import BUCKET
+from mpigossip.groups.base import GroupError
+from mpigossip.mixing.wire import WIRE_BUCKET
 
 if TYPE_CHECKING:  # loaded by jobs on GPUs only
     from mpigossip.groups.nccl_inside_node import TorchGroup
@@ -25,8 +27,8 @@ ELEMENT = 4
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Range of the flat parameters that is averaged or gathered at once."""
+class ParameterBucket:
+    """Range of the flat parameters whose gradients are averaged, or which is gathered, at once."""
 
     columns: slice
     """Range of elements; its length is a multiple of the number of slots."""
@@ -34,18 +36,21 @@ class Bucket:
     """Names of the parameters that have elements in it."""
 
 
-def make_buckets(module: nn.Module, layout: ParameterLayout, nbytes: float) -> list[Bucket]:
-    """Divide the flat parameters into buckets, in the order in which the module has parameters.
+def make_parameter_buckets(
+    module: nn.Module, layout: ParameterLayout, nbytes: float
+) -> list[ParameterBucket]:
+    """Divide the flat parameters into parameter buckets, in the order of the module's parameters.
 
     Parameters without weight decay, which follow all others in the layout, form their own buckets:
     they belong to all layers, so that a bucket with them is the last one in the backward pass.
 
     :param module: module with the parameters
     :param layout: layout of its parameters
-    :param nbytes: size of a bucket in bytes, which is rounded such that each slot gets an equal
-        piece
+    :param nbytes: size of a parameter bucket in bytes, which is rounded such that each slot gets an
+        equal piece
     """
-    unit = layout.slots * BUCKET
+    # The layout is padded to a multiple of it, so that the last parameter bucket is divisible, too.
+    unit = layout.slots * WIRE_BUCKET
     step = max(1, int(nbytes) // (ELEMENT * unit)) * unit
     boundary = layout.decayed // unit * unit
     begins = [*range(0, boundary, step), *range(boundary, layout.size, step)]
@@ -53,21 +58,9 @@ def make_buckets(module: nn.Module, layout: ParameterLayout, nbytes: float) -> l
     for begin, end in zip(begins, [*begins[1:], layout.size], strict=True):
         pairs = zip(layout.names, layout.column_ranges, strict=True)
         names = tuple(name for name, r in pairs if r.start < end and begin < r.stop)
-        buckets.append(Bucket(slice(begin, end), names))
+        buckets.append(ParameterBucket(slice(begin, end), names))
     positions = {name: index for index, (name, _) in enumerate(module.named_parameters())}
     return sorted(buckets, key=lambda b: min(positions[name] for name in b.names))
-
-
-def can_overlap(group: Group, graphs: str, vectorized: bool) -> bool:
-    """Return whether gradients can be averaged during the backward pass.
-
-    A CUDA graph contains the whole backward pass, and a `vmap` computes all gradients at once.
-
-    :param group: slots of the node
-    :param graphs: use of CUDA graphs, as in `Replicas`
-    :param vectorized: whether one `vmap` computes the gradients of all rows
-    """
-    return group.starts_means and graphs == "never" and not vectorized
 
 
 class BackwardAverage:
@@ -88,7 +81,7 @@ class BackwardAverage:
         layout: ParameterLayout,
         gradients: Sequence[torch.Tensor],
         group: TorchGroup,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[ParameterBucket],
     ):
         """Register the hooks.
 
@@ -97,7 +90,7 @@ class BackwardAverage:
         :param layout: layout of its parameters
         :param gradients: for the local slot, its gradients (1, P)
         :param group: slots of the node, of which one is local
-        :param buckets: result of :func:`make_buckets`
+        :param buckets: result of :func:`make_parameter_buckets`
         """
         self._group = group
         self._gradients = gradients
@@ -179,7 +172,7 @@ class ForwardGather:
         layout: ParameterLayout,
         full: Sequence[torch.Tensor],
         group: TorchGroup,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[ParameterBucket],
     ):
         """Register the hooks.
 
@@ -187,7 +180,7 @@ class ForwardGather:
         :param layout: layout of its parameters
         :param full: for the local slot, its parameters (1, P)
         :param group: slots of the node, of which one is local
-        :param buckets: result of `make_buckets`
+        :param buckets: result of `make_parameter_buckets`
         """
         self._group = group
         self._full = full

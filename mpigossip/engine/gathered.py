@@ -11,7 +11,7 @@ import torch
 
 from mpigossip.groups.base import Group, shard_views
 from mpigossip.mixing.base import ExchangeKind, MessageArrays, MessageLayout, Mixer
-from mpigossip.mixing.wire import BUCKET
+from mpigossip.mixing.wire import WIRE_BUCKET
 
 
 class Gathered(Mixer):
@@ -30,8 +30,8 @@ class Gathered(Mixer):
         :param make: function of the layout of a shard that opens the mixer of the inter-node ranks
         """
         (size,), slots = layout.widths, group.slots
-        # All shards have the same number of buckets, because lossy wires encode whole buckets.
-        width = -(-size // (slots * BUCKET)) * BUCKET
+        # Shards consist of equally many buckets of the wire, because lossy wires encode these.
+        width = -(-size // (slots * WIRE_BUCKET)) * WIRE_BUCKET
         (slot,) = group.local_slots
         self.layout = layout
         self._group = group

@@ -23,7 +23,7 @@ from mpigossip.engine.module import (
     report_shared,
 )
 from mpigossip.engine.vector import NodeLayout, ParameterLayout, flatten
-from mpigossip.mixing.wire import ALIGN, BUCKET
+from mpigossip.mixing.wire import ALIGN, WIRE_BUCKET
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -224,7 +224,7 @@ def plan_layouts(model: nn.Module) -> Layouts:
         dims.append(placement.dim)
         padded = prod(_shard_shape(parameter.shape, placement.dim, slots, 0))
         offset += -(-padded // ALIGN) * ALIGN
-    width = -(-offset // BUCKET) * BUCKET
+    width = -(-offset // WIRE_BUCKET) * WIRE_BUCKET
     names = tuple(name for name, _ in trained)
     full_shapes = tuple(tuple(p.shape) for _, p in trained)
     by_slot = []

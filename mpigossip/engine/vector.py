@@ -19,7 +19,7 @@ from torch import nn
 
 from mpigossip.config import JobError
 from mpigossip.groups.base import Group
-from mpigossip.mixing.wire import ALIGN, BUCKET
+from mpigossip.mixing.wire import ALIGN, WIRE_BUCKET
 from mpigossip.store import direct
 
 
@@ -116,7 +116,7 @@ class ParameterLayout:
 
     It is also the layout of a node, unless FSDP2 shards the model. Parameters with weight decay
     come first. Zeros are added after each parameter and at the end, so that parameters begin at
-    multiples of `ALIGN` elements and shards at multiples of `BUCKET`.
+    multiples of `ALIGN` elements and shards at multiples of `WIRE_BUCKET`.
     """
 
     names: tuple[str, ...]
@@ -285,7 +285,8 @@ def flatten(
         boundary = offset if index == first_undecayed else boundary
         offsets.append(offset)
         offset += -(-parameter.numel() // ALIGN) * ALIGN
-    unit = slots * BUCKET  # each shard consists of whole buckets, because lossy wires encode these
+    # Each shard consists of whole buckets of the wire, because lossy wires encode these.
+    unit = slots * WIRE_BUCKET
     return ParameterLayout(
         names=tuple(name for name, _ in ordered),
         shapes=tuple(tuple(parameter.shape) for _, parameter in ordered),
@@ -422,7 +423,7 @@ def is_per_row(part: torch.Tensor, flat: NodeLayout) -> bool:
     """Return whether an array holds a few values per row: one, or one for each fragment.
 
     Any other array has the shape of a shard of x, whatever its type. The number of columns tells
-    the two apart: a shard has at least `BUCKET` columns, and the values per row are fewer.
+    the two apart: a shard has at least `WIRE_BUCKET` columns, and the values per row are fewer.
 
     :param part: array (local nodes, columns)
     :param flat: layout of the parameters

@@ -16,6 +16,10 @@ from torch.profiler import record_function
 P = ParamSpec("P")
 T = TypeVar("T")
 
+RANKS_LIMIT = 2
+"""Number of time limits for which ranks of a node wait for each other. It is more than 1, because
+the awaited rank may itself be waiting for another node, and should report that first."""
+
 
 def profiled(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator that shows a phase of a step in torch's profiler.

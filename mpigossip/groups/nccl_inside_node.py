@@ -5,6 +5,7 @@ and serves tests only, because threads and shared memory are faster there. It ha
 several GPUs.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -28,17 +29,18 @@ from mpigossip.cluster.process_groups import (
     start_transfers,
 )
 from mpigossip.cluster.world import World
-from mpigossip.groups.base import Group, GroupError, end_job, profiled
+from mpigossip.groups.base import RANKS_LIMIT, Group, GroupError, end_job, profiled
 from mpigossip.mixing.combine import weighted_sum
 
 T = TypeVar("T")
 
-BUCKET = 1 << 24
-"""Number of elements that a slot receives at once for a sum in slot order. The memory for them is
-allocated twice, so that the next bucket is transferred while one is summed."""
-BUCKET_ALIGN = 512
-"""Number of elements of which the part of a bucket from each slot is a multiple, so that the kernel
-of the sum can load four elements at once."""
+SUM_BUCKET = 1 << 24
+"""Number of elements that a slot receives at once for a sum in slot order: a sum bucket. An average
+of a parameter bucket takes one sum bucket or several. The memory for a sum bucket is allocated
+twice, so that the next one is transferred while one is summed."""
+SUM_BUCKET_ALIGN = 512
+"""Number of elements of which the part of a sum bucket from each slot is a multiple, so that the
+kernel of the sum can load four elements at once."""
 EVERY_S = 0.5
 """Seconds between two checks of the watchdog."""
 GRACE_S = 4.0
@@ -98,7 +100,8 @@ class TorchGroup:
             for slot, device in zip(self.local_slots, self.devices, strict=True)
         ]
         self._groups = open_groups(node, group_ranks, timeout_s)
-        self._watchdog = Watchdog(timeout_s, REMEDY, device=self.devices[0])
+        waits = (lambda: host.barrier.is_waiting) if node.size > 1 else None  # type: ignore[attr-defined]
+        self._watchdog = Watchdog(timeout_s, REMEDY, device=self.devices[0], waits_for_ranks=waits)
         if self._on_gpus:
             self._watchdog.start()
         full = self.zeros(1, self.slots)
@@ -180,7 +183,9 @@ class TorchGroup:
         Slot s averages the s-th of L equal pieces of the columns, as `reduce_scatter_mean` does,
         and sends the mean to the slots whose shards contain it. All ranks start the same columns in
         the same order, and call :meth:`finish_means` before the next call of another method. The
-        columns must not be accessed until then. Call :meth:`reserve` before.
+        columns must not be accessed until then. Call :meth:`reserve` before. This rank does not
+        wait for the others here. As at the barriers of other calls, a rank may be late by twice the
+        time limit.
 
         :param full: array (rows, P) of the only local slot
         :param columns: range whose length is a multiple of the number of slots
@@ -201,7 +206,7 @@ class TorchGroup:
             for row in full[0]:
                 self._send_to_owners(row, columns)
         if self._on_gpus:
-            self._watchdog.track(self._call, self._works)
+            self._watchdog.track(self._call, self._works, all_arrived=False)
 
     @profiled("sum inside the node")
     def finish_means(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -211,6 +216,7 @@ class TorchGroup:
         """
         if self._barrier is not None:
             self._barrier("reduce-scatter over the node's slots")
+        self._watchdog.note_arrival()
         with self._errors_named():
             self._watchdog.check()
         if self._side is not None:
@@ -220,6 +226,7 @@ class TorchGroup:
     def fail(self) -> None:
         """State that ranks may have started different calls, so that :meth:`close` aborts them."""
         self._failed = True
+        self._watchdog.forget()
 
     @contextmanager
     def _on_side_stream(self) -> Iterator[None]:
@@ -329,7 +336,7 @@ class TorchGroup:
         """Average the shard of the k-th local slot over all slots, in slot order, into ``out``.
 
         ``array`` is the whole array of this slot; the other slots receive their shards of it. While
-        a bucket of the shard is summed, the next one is transferred.
+        a sum bucket of the shard is summed, the next one is transferred.
         """
         rows, width = out.shape
         step = self._bucket_width(width)
@@ -356,12 +363,12 @@ class TorchGroup:
         received: torch.Tensor,
         out: torch.Tensor,
     ) -> Callable[[], None]:
-        """Start to send and receive a bucket; return a function that waits for it and sums it.
+        """Start to send and receive a sum bucket; return a function that waits for it and sums it.
 
         :param k: index of the slot among the local slots
         :param row: whole array of this slot, (P,)
-        :param columns: columns of a shard that the bucket contains
-        :param received: memory for the bucket of each slot, (slots, columns)
+        :param columns: columns of a shard that the sum bucket contains
+        :param received: memory for the sum bucket of each slot, (slots, columns)
         :param out: shard of this slot, (P/slots,), which is a part of ``row``
         """
         own = self.local_slots[k]
@@ -385,9 +392,9 @@ class TorchGroup:
         return sum_bucket
 
     def _bucket_width(self, width: int) -> int:
-        """Return the number of columns of a shard of ``width`` columns that a bucket contains."""
-        whole = BUCKET // self.slots // BUCKET_ALIGN * BUCKET_ALIGN
-        return min(width, max(BUCKET_ALIGN, whole))
+        """Return the number of columns that a sum bucket contains, for a shard of ``width``."""
+        whole = SUM_BUCKET // self.slots // SUM_BUCKET_ALIGN * SUM_BUCKET_ALIGN
+        return min(width, max(SUM_BUCKET_ALIGN, whole))
 
     def _reserve(self, rows: int, width: int) -> None:
         """Allocate memory for the elements that other slots send, before any slot launches a call.
@@ -494,6 +501,18 @@ class TorchGroup:
             torch.cuda.synchronize(device)
 
 
+class TrackedCall(NamedTuple):
+    """Collective of the slots that the watchdog observes."""
+
+    name: str
+    began: float
+    """Time at which its limit begins, by `time.monotonic`, in seconds."""
+    works: Sequence[tuple[str, Any]]
+    """Device and torch's work object of each slot."""
+    all_arrived: bool
+    """True if all ranks of the node had arrived at that time."""
+
+
 class Watchdog:
     """Thread that detects that a collective of the slots has failed or takes too long.
 
@@ -507,6 +526,7 @@ class Watchdog:
         remedy: str,
         end: Callable[[str], None] | None = None,
         device: str = "cpu",
+        waits_for_ranks: Callable[[], bool] | None = None,
     ):
         """Prepare the thread; :meth:`start` starts it.
 
@@ -514,12 +534,17 @@ class Watchdog:
         :param remedy: remedy in the messages
         :param end: function that ends the job with a message; None: :func:`end_job`
         :param device: device that is current in the thread
+        :param waits_for_ranks: function that returns whether the training thread is waiting for the
+            other ranks of the node; None: it never does
         """
         self._device = device
+        self._waits_for_ranks = waits_for_ranks or (lambda: False)
+        self._last_wait = -math.inf
+        """Time, by `time.monotonic`, at which the training thread was last seen waiting so."""
         self.timeout_s = timeout_s
         self._remedy = remedy
         self._end = end or end_job
-        self._calls: deque[tuple[str, float, Sequence[tuple[str, Any]]]] = deque()
+        self._calls: deque[TrackedCall] = deque()
         self._failure = ""
         self._stop = threading.Event()
         self._noticed = threading.Event()
@@ -528,13 +553,26 @@ class Watchdog:
     def start(self) -> None:
         self._thread.start()
 
-    def track(self, call: str, works: Sequence[tuple[str, Any]]) -> None:
+    def track(
+        self, call: str, works: Sequence[tuple[str, Any]], *, all_arrived: bool = True
+    ) -> None:
         """Watch a collective that has begun.
 
         :param call: description of the collective, for messages
         :param works: device and torch's work object of each slot
+        :param all_arrived: whether all ranks of the node have arrived at this call. Otherwise, the
+            call may take `RANKS_LIMIT` time limits, as a wait at the node's barrier may. They start
+            again while the training thread waits there, because the barrier has its own limit
         """
-        self._calls.append((call, time.monotonic(), works))
+        self._calls.append(TrackedCall(call, time.monotonic(), works, all_arrived))
+
+    def note_arrival(self) -> None:
+        """State that all ranks of the node have arrived at all calls so far."""
+        now = time.monotonic()
+        self._calls = deque(
+            call if call.all_arrived else call._replace(began=now, all_arrived=True)
+            for call in [*self._calls]
+        )
 
     def forget(self) -> None:
         """Forget all calls so far, because the training thread raises their failure itself."""
@@ -551,23 +589,29 @@ class Watchdog:
 
         ``now`` is the time by `time.monotonic`, in seconds.
         """
+        if self._waits_for_ranks():
+            self._last_wait = now
         calls = self._calls
         while calls:
-            call, began, works = calls[0]
+            call = calls[0]
             open_devices = []
-            for device, work in works:
+            for device, work in call.works:
                 try:
                     if not work.is_completed():
                         open_devices.append(device)
                 except RuntimeError as error:
                     reason = str(error).splitlines()[0]
-                    return f"{device} was lost during {call}: {reason}; {self._remedy}"
+                    return f"{device} was lost during {call.name}: {reason}; {self._remedy}"
             if open_devices:
-                if now - began <= self.timeout_s:
+                began = call.began if call.all_arrived else max(call.began, self._last_wait)
+                factor = 1 if call.all_arrived else RANKS_LIMIT
+                limit_s = factor * self.timeout_s
+                if now - began <= limit_s:
                     return ""
                 devices = ", ".join(sorted({*open_devices}))
-                limit = f"{self.timeout_s:g} s (node.timeout_s)"
-                return f"{call} is not done on {devices} after {limit}; {self._remedy}"
+                setting = "node.timeout_s" if factor == 1 else f"{factor} x node.timeout_s"
+                limit = f"{limit_s:g} s ({setting})"
+                return f"{call.name} is not done on {devices} after {limit}; {self._remedy}"
             calls.popleft()
         return ""
 

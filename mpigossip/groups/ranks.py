@@ -13,7 +13,7 @@ from mpi4py import MPI
 from mpigossip.cluster.collectives import close_window, open_shared
 from mpigossip.cluster.deadline import Deadline, world_ranks
 from mpigossip.cluster.world import World
-from mpigossip.groups.base import Group, GroupError, profiled, sum_in_order
+from mpigossip.groups.base import RANKS_LIMIT, Group, GroupError, profiled, sum_in_order
 from mpigossip.mixing.combine import weighted_sum
 
 SUM_COLUMNS = 1 << 16
@@ -58,6 +58,8 @@ class Barrier:
             array[LINE:].view(torch.float64).view(2, CAPACITY) for array in self._shared.arrays
         ]
         self._count = 0
+        self.is_waiting = False
+        """True while this rank waits for others in :meth:`wait`."""
         node.barrier()  # waits until all memory is zeroed
 
     def wait(self, purpose: str) -> None:
@@ -81,7 +83,7 @@ class Barrier:
             late_ranks = world_ranks(node.comm, missing())
             return f"{purpose}: rank {', '.join(map(str, late_ranks))} of this node did not arrive"
 
-        deadline = Deadline(2 * node.timeout_s)
+        deadline = Deadline(RANKS_LIMIT * node.timeout_s)
         last_signs = [-1]
 
         def all_arrived() -> bool:
@@ -92,9 +94,13 @@ class Barrier:
                 deadline.renew()
             return not awaited
 
-        deadline.wait(
-            all_arrived, describe_late, awaited_ranks=lambda: world_ranks(node.comm, missing())
-        )
+        self.is_waiting = True
+        try:
+            deadline.wait(
+                all_arrived, describe_late, awaited_ranks=lambda: world_ranks(node.comm, missing())
+            )
+        finally:
+            self.is_waiting = False
         window.Sync()
 
     def works(self) -> None:

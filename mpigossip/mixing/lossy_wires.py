@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from mpigossip.mixing.wire import ALIGN, BUCKET, FP32, BucketRandom, Wire
+from mpigossip.mixing.wire import ALIGN, FP32, WIRE_BUCKET, BucketRandom, Wire
 
 TINY = 1e-30
 """Wires that scale a bucket by its largest |v| send zeros if this is not greater than `TINY`."""
@@ -26,7 +26,7 @@ def bf16() -> Wire:
     def decode(codes, out: torch.Tensor) -> None:
         out.copy_(codes[0].view(torch.bfloat16))
 
-    return Wire("bf16", (2 * BUCKET,), encode, decode, cast=torch.bfloat16)
+    return Wire("bf16", (2 * WIRE_BUCKET,), encode, decode, cast=torch.bfloat16)
 
 
 def qsgd(levels: int, seed: int) -> Wire:
@@ -55,10 +55,10 @@ def qsgd(levels: int, seed: int) -> Wire:
         return [scale.view(torch.uint8), pack_bits(codes, bits)]
 
     def decode(codes, out: torch.Tensor) -> None:
-        out.copy_(unpack_bits(codes[1], bits, BUCKET))
+        out.copy_(unpack_bits(codes[1], bits, WIRE_BUCKET))
         out.sub_(levels).mul_(codes[0].view(torch.float32) / levels)
 
-    return Wire("qsgd", (4, BUCKET * bits // 8), encode, decode, seed)
+    return Wire("qsgd", (4, WIRE_BUCKET * bits // 8), encode, decode, seed)
 
 
 def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -117,9 +117,9 @@ def fp4(seed: int) -> Wire:
         return [scale.view(torch.uint8), pack_bits(codes, 4)]
 
     def decode(codes, out: torch.Tensor) -> None:
-        level(unpack_bits(codes[1], 4, BUCKET), out).mul_(codes[0].view(torch.float32))
+        level(unpack_bits(codes[1], 4, WIRE_BUCKET), out).mul_(codes[0].view(torch.float32))
 
-    return Wire("fp4", (4, BUCKET // 2), encode, decode, seed)
+    return Wire("fp4", (4, WIRE_BUCKET // 2), encode, decode, seed)
 
 
 def sign() -> Wire:
@@ -152,13 +152,13 @@ def sign() -> Wire:
         return [scale.view(torch.uint8), pack_bits(both.to(torch.uint8), 1)]
 
     def decode(codes, out: torch.Tensor) -> None:
-        both = unpack_bits(codes[1], 1, BUCKET + BUCKET // ALIGN).bool()
-        bits = both[:, :BUCKET].reshape(len(out), -1, ALIGN)
-        full = both[:, BUCKET:].unsqueeze(2)
+        both = unpack_bits(codes[1], 1, WIRE_BUCKET + WIRE_BUCKET // ALIGN).bool()
+        bits = both[:, :WIRE_BUCKET].reshape(len(out), -1, ALIGN)
+        full = both[:, WIRE_BUCKET:].unsqueeze(2)
         last = (_ordinal(out) * bits).amax(dim=2, keepdim=True)
         spread(bits, torch.where(full, ALIGN, last - 1), codes[0].view(torch.float32), out)
 
-    return Wire("sign", (4, (BUCKET + BUCKET // ALIGN) // 8), encode, decode, biased=True)
+    return Wire("sign", (4, (WIRE_BUCKET + WIRE_BUCKET // ALIGN) // 8), encode, decode, biased=True)
 
 
 def _ordinal(like: torch.Tensor) -> torch.Tensor:
@@ -200,7 +200,7 @@ def top_k(density: float) -> Wire:
 
     :param density: fraction of the 512 values of a bucket that is sent, above 0 and at most 1
     """
-    k = math.ceil(BUCKET * density)
+    k = math.ceil(WIRE_BUCKET * density)
 
     def encode(buckets: torch.Tensor, random: BucketRandom) -> list[torch.Tensor]:
         order = _largest_positions(buckets, k)
@@ -224,7 +224,7 @@ def top_k_int2(density: float) -> Wire:
 
     :param density: as in :func:`top_k`
     """
-    k = math.ceil(BUCKET * density)
+    k = math.ceil(WIRE_BUCKET * density)
 
     def spread(order: torch.Tensor, level: torch.Tensor, scale: torch.Tensor, out) -> None:
         values = level.to(torch.float32).mul_(2).sub_(3).mul_(scale / 3)
@@ -258,10 +258,10 @@ def random_k(density: float, seed: int) -> Wire:
     :param density: fraction of the 512 values of a bucket that is sent, above 0 and at most 1
     :param seed: seed of the random positions
     """
-    k = math.ceil(BUCKET * density)
+    k = math.ceil(WIRE_BUCKET * density)
 
     def positions(start: torch.Tensor) -> torch.Tensor:
-        return (start.view(torch.int32).long() + torch.arange(k, device=start.device)) % BUCKET
+        return (start.view(torch.int32).long() + torch.arange(k, device=start.device)) % WIRE_BUCKET
 
     def encode(buckets: torch.Tensor, random: BucketRandom) -> list[torch.Tensor]:
         start = random.positions().view(torch.uint8)

@@ -16,8 +16,9 @@ from mpigossip.mixing.kernels import gpu_random
 
 ALIGN = 32
 """Alignment of every parameter in the vector, in elements (128 bytes), with zeros as padding."""
-BUCKET = 512
-"""Number of elements that are encoded together; the width of a shard is a multiple of it."""
+WIRE_BUCKET = 512
+"""Number of elements that a lossy wire encodes together. Texts about wires call them a bucket; this
+is not a `ParameterBucket`. The width of a shard is a multiple of it."""
 CHUNK = 1 << 18
 """Number of elements whose codes are contiguous in an encoded vector, so that it can be sent and
 decoded chunk by chunk. It is a multiple of 4096, so that the size of a chunk is a multiple of 8
@@ -65,12 +66,12 @@ class Wire(NamedTuple):
 
         :raises ValueError: if ``width`` is not a multiple of 512
         """
-        if width % BUCKET:
+        if width % WIRE_BUCKET:
             raise ValueError(
-                f'wire "{self.name}" encodes buckets of {BUCKET} elements; {width} elements do not '
-                "fill whole buckets: pad the vector with zeros"
+                f'wire "{self.name}" encodes buckets of {WIRE_BUCKET} elements; {width} elements '
+                "do not fill whole buckets: pad the vector with zeros"
             )
-        return -(-sum(self.sizes) * (width // BUCKET) // 8) * 8
+        return -(-sum(self.sizes) * (width // WIRE_BUCKET) // 8) * 8
 
     def pack(self, values: torch.Tensor, key: tuple[int, ...], first: int) -> list[torch.Tensor]:
         """Quantize a part of a vector in place, and return its codes.
@@ -83,7 +84,7 @@ class Wire(NamedTuple):
         """
         exchange, node, vector = key
         seeds = self.seed, exchange, 0 if self.shared else node, vector
-        buckets = values.view(-1, BUCKET)
+        buckets = values.view(-1, WIRE_BUCKET)
         return self.encode(buckets, BucketRandom(seeds, first, len(buckets), values.device))
 
     def write(
@@ -184,25 +185,25 @@ class Wire(NamedTuple):
             codes = []
             offset = 0
             for size in self.sizes:
-                of_chunk = size * CHUNK // BUCKET
+                of_chunk = size * CHUNK // WIRE_BUCKET
                 codes.append(chunks[:, offset : offset + of_chunk].reshape(-1, size))
                 offset += of_chunk
-            self.decode(codes, out[begin - part.start : end - part.start].view(-1, BUCKET))
+            self.decode(codes, out[begin - part.start : end - part.start].view(-1, WIRE_BUCKET))
 
     def _unpack_chunk(
         self, message: torch.Tensor, width: int, part: slice, out: torch.Tensor
     ) -> None:
-        total = width // BUCKET
+        total = width // WIRE_BUCKET
         codes = []
         offset = 0
-        begin = part.start // BUCKET
-        end = part.stop // BUCKET
+        begin = part.start // WIRE_BUCKET
+        end = part.stop // WIRE_BUCKET
         for size in self.sizes:
             codes.append(
                 message[offset + begin * size : offset + end * size].view(end - begin, size)
             )
             offset += total * size
-        self.decode(codes, out.view(-1, BUCKET))
+        self.decode(codes, out.view(-1, WIRE_BUCKET))
 
 
 def draw(key: tuple[int, ...], first: int, buckets: int, count: int) -> np.ndarray:
@@ -219,7 +220,7 @@ def draw(key: tuple[int, ...], first: int, buckets: int, count: int) -> np.ndarr
     """
     bits = np.random.Philox(np.random.SeedSequence(key))
     # each step of the counter yields four 64-bit words
-    bits.advance(first // BUCKET * count // 8)
+    bits.advance(first // WIRE_BUCKET * count // 8)
     return bits.random_raw(buckets * count // 2).view(np.uint32).reshape(buckets, count)
 
 
@@ -242,23 +243,23 @@ class BucketRandom(NamedTuple):
     def uniform(self) -> torch.Tensor:
         """Draw uniform float32 numbers in [0, 1), one for each element: (b, 512)."""
         if self.on_device:
-            words = self._words_on_device(BUCKET)
+            words = self._words_on_device(WIRE_BUCKET)
             drawn = (words >> 8).bitwise_and_((1 << 24) - 1).to(torch.float32)
         else:
-            drawn = torch.from_numpy((self._words(BUCKET) >> 8).astype(np.float32))
+            drawn = torch.from_numpy((self._words(WIRE_BUCKET) >> 8).astype(np.float32))
         return drawn.mul_(2.0**-24)
 
     def positions(self) -> torch.Tensor:
         """Draw a position in each bucket, from 0 to 511: int32, (b, 1)."""
         if self.on_device:
-            return self._words_on_device(8)[:, :1] & (BUCKET - 1)
-        return torch.from_numpy((self._words(8)[:, :1] % BUCKET).astype(np.int32))
+            return self._words_on_device(8)[:, :1] & (WIRE_BUCKET - 1)
+        return torch.from_numpy((self._words(8)[:, :1] % WIRE_BUCKET).astype(np.int32))
 
     def _words(self, count: int) -> np.ndarray:
         return draw(self.seed, self.first, self.buckets, count)
 
     def _words_on_device(self, count: int) -> torch.Tensor:
-        step = self.first // BUCKET * count // 8
+        step = self.first // WIRE_BUCKET * count // 8
         words = gpu_random.words(self.seed, step, self.buckets * count, self.device)
         return words.view(self.buckets, count)
 

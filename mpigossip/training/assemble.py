@@ -5,12 +5,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from mpigossip import algorithms, config, graphs, models
 from mpigossip.algorithms import cadence as cadences
+from mpigossip.algorithms.adamw_step import all_use_kernel
 from mpigossip.cluster import deadline, nodes
 from mpigossip.cluster.local_devices import resolve_auto, slots_of
 from mpigossip.cluster.world import World
@@ -220,6 +222,22 @@ def _unfit(job: Job, n: int) -> tuple[Graph | None, list[str]]:
     return graph, rules.incompatibilities(make_parts(job, graph))
 
 
+def agree_on_local_options(job: Job, world: World, local_devices: Sequence[str]) -> dict[str, Any]:
+    """Return the options of the local step that all ranks use; collective over ``world``.
+
+    `local.fused` becomes false unless all ranks can use the fused kernel, because ranks would
+    otherwise compute in different ways.
+
+    :param job: the job
+    :param world: all ranks of the run
+    :param local_devices: devices of this rank's slots
+    """
+    options = dict(job.local.options)
+    if options.get("fused"):
+        options["fused"] = all_use_kernel(world, local_devices)
+    return options
+
+
 def resolve_cuda_graphs(setting: str, eager: bool) -> str:
     """Return the value of `node.cuda_graphs` for this job: "always", "never" or "auto".
 
@@ -233,6 +251,19 @@ def resolve_cuda_graphs(setting: str, eager: bool) -> str:
     if eager or (setting == "auto" and torch.version.hip):
         return "never"
     return setting
+
+
+def allows_buckets(job: Job) -> bool:
+    """Return whether a job's gradients may be averaged in parameter buckets during backward.
+
+    The group of the node's slots must be able to do so, too (`Group.starts_means`). A CUDA graph
+    contains the whole backward pass. Buckets have not run on several GPUs yet, so that only a user
+    who asks for steps without CUDA graphs gets them, and no "auto" on AMD GPUs. A compiled backward
+    pass, or a `vmap`, returns all gradients at its end, so that buckets would not overlap with it.
+    """
+    node = job.node
+    eager = node.cuda_graphs == "never" and not (node.compile or node.vmap)
+    return eager and node.shard and node.bucket_mb > 0
 
 
 def allows_gather(job: Job) -> bool:
@@ -268,10 +299,7 @@ def make_replicas(
     """
     node = job.node
     graphs = resolve_cuda_graphs(node.cuda_graphs, node.vmap or group.devices[0] == "cpu")
-    # Buckets have not run on several GPUs yet, so that only a user who asks for steps without CUDA
-    # graphs gets them, and no "auto" on AMD GPUs. A compiled backward pass returns all gradients at
-    # its end, so that buckets would not overlap with it.
-    uses_buckets = node.cuda_graphs == "never" and not node.compile
+    uses_buckets = group.starts_means and allows_buckets(job)
     replicas = Replicas(
         module,
         flat,
@@ -355,7 +383,13 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
     total = job.run.epochs * per_epoch
     shards = local_shards(group)
     parts = make_parts(
-        job, graph, flat, shards=shards, devices=group.devices[: len(shards)], total=total
+        job,
+        graph,
+        flat,
+        shards=shards,
+        devices=group.devices[: len(shards)],
+        local_options=agree_on_local_options(job, world, group.devices),
+        total=total,
     )
     if world.rank == 0 and (warning := rules.state_warning(parts)):
         print_note_once(warning)

@@ -6,7 +6,7 @@ from mpigossip.algorithms.cadence import FragmentSchedule
 from mpigossip.config import JobError
 from mpigossip.config.toml import show
 from mpigossip.engine.vector import NodeLayout
-from mpigossip.mixing.wire import ALIGN, BUCKET, Wire
+from mpigossip.mixing.wire import ALIGN, WIRE_BUCKET, Wire
 
 Columns = tuple[slice, ...]
 """Ranges of elements in a shard."""
@@ -28,7 +28,7 @@ def fragment_width(
     """
     if schedule.fragments == 1:
         return flat.width
-    unit = ALIGN if wire.exact else BUCKET
+    unit = ALIGN if wire.exact else WIRE_BUCKET
     if not schedule.modules or not flat.names:
         largest = -(-flat.width // schedule.fragments)
     else:

@@ -4,9 +4,10 @@ Jobs, custom loops, ``plan``, ``--dry-run`` and studies use this object; mixer a
 from it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from mpigossip import algorithms, graphs
 from mpigossip.algorithms import Algorithm
@@ -212,6 +213,7 @@ def make_parts(
     shards: range | None = None,
     devices: Sequence[str] = (),
     local: Local | None = None,
+    local_options: Mapping[str, Any] | None = None,
     total: int | None = None,
     frozen: Collection[str] = (),
 ) -> JobParts:
@@ -223,6 +225,7 @@ def make_parts(
     :param shards: numbers of the local shards; None: all shards
     :param devices: the device of each local shard
     :param local: local step that replaces the local step of the job; None: the job's local step
+    :param local_options: options that the ranks have agreed on; None: the job's `[local]` options
     :param total: number of steps of the run, on which some cadences depend; None: not known
     :param frozen: names of parameters that are not trained now, but may be later
     :raises JobError: if the fragments that the job names don't divide the model, or if its
@@ -234,7 +237,9 @@ def make_parts(
     if isinstance(flat, ParameterLayout) and flat.slots == 1 and flat.size:
         full_layout = flat
     decayed = [flat.decayed_in(slot) for slot in shards]
-    exact_methods = [_method(job, graph, count, local, full_layout) for count in decayed]
+    exact_methods = [
+        _method(job, graph, count, local, full_layout, local_options) for count in decayed
+    ]
     cadence = _cadence(job, exact_methods[0], graph, total)
     node = job.node
     coding = wire(node.wire, node.levels, node.density, job.run.seed)
@@ -262,6 +267,7 @@ def _method(
     decayed: int = 0,
     local: Local | None = None,
     full_layout: ParameterLayout | None = None,
+    local_options: Mapping[str, Any] | None = None,
 ) -> Algorithm:
     """Return the algorithm of a shard, which sends exact messages.
 
@@ -270,6 +276,7 @@ def _method(
     :param decayed: number of elements of the shard that have weight decay
     :param local: local step that replaces the local step of the job; None: the job's local step
     :param full_layout: layout of the parameters if the shard contains all of them, otherwise None
+    :param local_options: options of the local step; None: the options of the job
     """
     section = job.local
     return algorithms.build(
@@ -278,7 +285,7 @@ def _method(
         job.algorithm.options,
         decayed,
         graph,
-        local_options=section.options,
+        local_options=section.options if local_options is None else local_options,
         node=job.node,
         layout=full_layout,
     )

@@ -13,8 +13,7 @@ from mpigossip.data.pytree import Nested, parts, stacked
 from mpigossip.engine.buckets import (
     BackwardAverage,
     ForwardGather,
-    can_overlap,
-    make_buckets,
+    make_parameter_buckets,
 )
 from mpigossip.engine.vector import ParameterLayout
 from mpigossip.groups.base import Group, local_shards, shard_views
@@ -61,10 +60,11 @@ class Replicas:
         :param graphs: whether replicas on GPUs are captured as CUDA graphs: "always", "never", or
             "auto", which captures them if that is possible
         :param objective: task of the training
-        :param bucket_mb: size, in MB, of the parts of the gradients that are averaged over slots
-            during the backward pass, if that is possible; 0: after the backward pass
-        :param gather_later: whether the forward pass of the module may begin before all of its
-            parameters are gathered, if that is possible; see `assemble.allows_gather`
+        :param bucket_mb: size, in MB, of the parameter buckets that are averaged over slots during
+            the backward pass, if `assemble.allows_buckets` and ``group.starts_means``; 0: all
+            gradients are averaged after the backward pass
+        :param gather_later: whether the forward pass of the module may begin before all parameter
+            buckets are gathered; see `assemble.allows_gather`
         """
         self.flat = flat
         self.group = group
@@ -98,10 +98,10 @@ class Replicas:
         """Average of gradients during the backward pass; None: after the backward pass."""
         self._gathering: ForwardGather | None = None
         """Gathering of parameters during the forward pass; None: before the forward pass."""
-        if bucket_mb and rows == 1 and can_overlap(group, graphs, vectorized):
+        if bucket_mb:
             node = cast("TorchGroup", group)
             replica = self._modules[0][0]
-            buckets = make_buckets(replica, flat, 1e6 * bucket_mb)
+            buckets = make_parameter_buckets(replica, flat, 1e6 * bucket_mb)
             self._average = BackwardAverage(replica, flat, self.grads, node, buckets)
             if gather_later:
                 self._gathering = ForwardGather(replica, flat, self._full, node, buckets)

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from mpigossip.algorithms import adamw_step
-from mpigossip.algorithms.adamw_step import AdamW, by_formula, by_kernel
+from mpigossip.algorithms.adamw_step import AdamW, Trial, by_formula, by_kernel
 from mpigossip.algorithms.base import Step
 from mpigossip.algorithms.local import Moments, adamw
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.mixing.base import ExchangeKind
 
 
@@ -34,8 +35,9 @@ def test_the_kernel_is_the_formula_within_rounding(index, decayed, in_place):
     assert not torch.equal(results[0][0], arrays(3, 1500)[0])
 
 
-def test_cpus_use_the_formula():
-    assert not adamw_step.usable(torch.device("cpu"))
+def test_cpus_use_the_formula(recwarn):
+    assert not adamw_step.all_use_kernel(SingleProcess(), ["cpu", "cpu"])
+    assert not recwarn.list
     results = []
     for fused in (None, True):
         x, g, first, second = arrays(1, 999)
@@ -67,7 +69,40 @@ def dependent(*arguments):
 )
 def test_a_kernel_that_is_wrong_or_depends_on_positions_is_noticed(monkeypatch, kernel, right):
     monkeypatch.setattr(adamw_step, "by_kernel", kernel)
-    assert adamw_step.is_right(torch.device("cpu")) is right
+    assert bool(adamw_step.digest_if_right(torch.device("cpu"))) is right
+
+
+def test_kernels_that_round_in_different_ways_have_different_digests(monkeypatch):
+    digests = []
+    for kernel in (by_formula, scaled):
+        monkeypatch.setattr(adamw_step, "by_kernel", kernel)
+        digests += [adamw_step.digest_if_right(torch.device("cpu")) for _ in range(2)]
+    assert all(digests) and digests[0] == digests[1] != digests[2] == digests[3]
+
+
+def scaled(*arguments):
+    """Compute the formula, and change the last bit of each element."""
+    by_formula(*arguments)
+    arguments[-1].mul_(1 + 2**-23)
+
+
+GOOD = Trial("cuda:0", "", "5f")
+
+
+@pytest.mark.parametrize(
+    ("trials_by_rank", "reason"),
+    [
+        ([[GOOD, GOOD], [GOOD, GOOD]], ""),
+        ([[GOOD], [Trial("cuda:1", "it fails", "")]], "on cuda:1 of rank 1, it fails"),
+        (
+            [[GOOD, Trial("cuda:3", "", "60")], [GOOD, GOOD]],
+            "cuda:3 of rank 0 computes other bits than cuda:0 of rank 0",
+        ),
+        ([[Trial("cpu", "the formula", "")], [GOOD]], "on cpu of rank 0, the formula"),
+    ],
+)
+def test_the_first_device_that_differs_is_the_reason(trials_by_rank, reason):
+    assert adamw_step.reason_against(trials_by_rank) == reason
 
 
 def test_a_kernel_that_fails_leaves_the_formula_with_a_warning(monkeypatch):
@@ -76,7 +111,7 @@ def test_a_kernel_that_fails_leaves_the_formula_with_a_warning(monkeypatch):
 
     monkeypatch.setattr(adamw_step, "by_kernel", fail)
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, copy: tensor)
-    adamw_step.usable.cache_clear()
-    with pytest.warns(UserWarning, match="RuntimeError: no kernel image.*local.fused = false"):
-        assert not adamw_step.usable(torch.device("cuda:0"))
-    adamw_step.usable.cache_clear()
+    adamw_step.trial.cache_clear()
+    with pytest.warns(UserWarning, match="cuda:0 .*RuntimeError: no kernel image.*local.fused = f"):
+        assert not adamw_step.all_use_kernel(SingleProcess(), ["cuda:0"])
+    adamw_step.trial.cache_clear()

@@ -59,6 +59,14 @@ OVERLAP = "mpigossip.engine.buckets"
 OVERLAPPED = (
     "double/test_backward_average.py::test_both_orders_of_a_sum_have_the_bits_of_two_slots[slots]"
 )
+LATE = (
+    "double/test_backward_average.py"
+    "::test_averages_that_have_begun_wait_for_a_late_rank_as_long_as_the_barrier"
+)
+FUSED = (
+    "double/test_adamw_step.py"
+    "::test_one_rank_without_a_right_kernel_leaves_the_formula_on_all[of_nodes-different]"
+)
 REPLAYED = "test_gpu.py::test_captured_replicas_train_as_eager_ones"
 EAGER = "test_gpu.py::test_a_model_that_waits_for_the_gpu_trains_eagerly"
 MUTANTS = [
@@ -106,6 +114,10 @@ MUTANTS = [
      "torch.cuda.current_stream(self.devices[0]).wait_stream(self._side)", "pass", OVERLAPPED),
     Mutant("a module doesn't wait until its parameters are gathered", OVERLAP,
      "self.wait(indices)", "pass", OVERLAPPED),
+    Mutant("a rank that is late in a backward pass has one time limit", NCCL,
+     "self._works, all_arrived=False", "self._works", LATE),
+    Mutant("each rank decides alone on the fused AdamW", "mpigossip.algorithms.adamw_step",
+     "world.broadcast(world.gather(trials))", "[trials]", FUSED),
     Mutant("sums don't wait for NCCL", NCCL_NODES, "work.wait()  # holds", "pass  # holds", NODES),
     Mutant("a batch is used before its copy", LOADER, "compute.wait_event(copy.copied)",
      "pass", DEVICE),

@@ -206,6 +206,45 @@ def test_an_error_in_a_backward_pass_is_raised_and_the_group_is_closed_without_a
 
 
 @with_world(per=2)
+def one_late_rank(world, limit_s, late_s):
+    """Start an average before rank 1 does; return the seconds until both ranks have arrived.
+
+    :param limit_s: time limit of the watchdog; the node's barrier has a longer one
+    :param late_s: seconds by which rank 1 is late
+    """
+    import time
+
+    from mpigossip.groups.devices import make_group
+    from tests.double.cuda import current_stream
+
+    device = f"cuda:{world.rank}"
+    group = make_group((device,), 1, True, 60, world)
+
+    def follow(k, work):
+        """Let the stream wait, but not the host, unlike the double."""
+        group._works.append((device, work))
+        current_stream().line.follow(work._clock)
+
+    full = group.zeros(1, 1024)
+    group.reserve(1, 1024)
+    group._wait = follow
+    group._watchdog.timeout_s = limit_s
+    world.barrier()
+    began = time.monotonic()
+    time.sleep(late_s * world.rank)
+    group.start_mean(full, slice(0, 1024))
+    group.finish_means(full)
+    seconds = time.monotonic() - began
+    group._watchdog.timeout_s = 60
+    group.close()
+    return seconds
+
+
+def test_averages_that_have_begun_wait_for_a_late_rank_as_long_as_the_barrier(ranks):
+    assert min(ranks(2)(one_late_rank, 2, 5, timeout=120)) >= 5
+
+
+@with_world(per=2)
 def count_waits(world, bucket_mb):
     """Return the waits of a step, and the buckets for which a forward pass waited."""
     from mpigossip.groups.nccl_inside_node import TorchGroup
@@ -240,12 +279,12 @@ def test_the_host_waits_as_often_as_without_buckets(ranks):
 
 
 def test_buckets_cover_the_parameters_in_the_order_of_the_module():
-    from mpigossip.engine.buckets import make_buckets
+    from mpigossip.engine.buckets import make_parameter_buckets
     from mpigossip.engine.vector import flatten
 
     model = nn.Sequential(nn.Linear(100, 80), nn.LayerNorm(80), nn.Linear(80, 90))
     layout = flatten(model, 2, ["0.weight", "2.weight"])
-    buckets = make_buckets(model, layout, 8192)
+    buckets = make_parameter_buckets(model, layout, 8192)
     ranges = sorted((bucket.columns.start, bucket.columns.stop) for bucket in buckets)
     assert ranges[0][0] == 0 and ranges[-1][1] == layout.size
     assert all(end == begin for (_, end), (begin, _) in zip(ranges, ranges[1:], strict=False))

@@ -99,7 +99,7 @@ def test_a_sum_in_buckets_has_the_cpus_bits(slots, rows, monkeypatch):
     from mpigossip.groups import nccl_inside_node
     from mpigossip.groups.threads import ThreadGroup
 
-    monkeypatch.setattr(nccl_inside_node, "BUCKET", slots * 512)
+    monkeypatch.setattr(nccl_inside_node, "SUM_BUCKET", slots * 512)
     width = 3 * 512 + 100
     draw = torch.Generator().manual_seed(2)
     given = [torch.randn(rows, slots * width, generator=draw) for _ in range(slots)]

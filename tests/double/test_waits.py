@@ -148,13 +148,13 @@ def encoded_on_both(name, width, monkeypatch):
     Values, codes and decoded values are compared.
     """
     from mpigossip.mixing.lossy_wires import wire
-    from mpigossip.mixing.wire import BUCKET
+    from mpigossip.mixing.wire import WIRE_BUCKET
 
     one = wire(name, density=0.1, seed=4)
     key = (9, 3, 1)
-    first = 5 * BUCKET
+    first = 5 * WIRE_BUCKET
     values = torch.randn(width, generator=torch.Generator().manual_seed(0))
-    values[:BUCKET] = 0
+    values[:WIRE_BUCKET] = 0
     expected, codes = values.clone(), torch.zeros(one.nbytes(width), dtype=torch.uint8)
     one.write(expected, key, first, codes)
     on_gpu, codes_on_gpu = values.to("cuda:0"), torch.zeros_like(codes).to("cuda:0")
@@ -163,7 +163,7 @@ def encoded_on_both(name, width, monkeypatch):
         operations = noted_operations(patch)
         one.write(on_gpu, key, first, codes_on_gpu)
     assert torch.equal(on_gpu.cpu(), expected) and torch.equal(codes_on_gpu.cpu(), codes)
-    part = slice(2 * BUCKET, width - BUCKET)
+    part = slice(2 * WIRE_BUCKET, width - WIRE_BUCKET)
     decoded = torch.empty(part.stop - part.start, device="cuda:0")
     one.unpack(codes_on_gpu, width, part, decoded)
     assert torch.equal(decoded.cpu(), expected[part])
@@ -178,11 +178,11 @@ RANDOM = ["qsgd", "fp4", "random-k"]
 def test_random_numbers_are_drawn_on_the_device(name, cupy, monkeypatch):
     """Nothing is copied from the host, and the host waits for nothing."""
     from mpigossip.mixing.kernels import gpu_random
-    from mpigossip.mixing.wire import BUCKET, CHUNK
+    from mpigossip.mixing.wire import CHUNK, WIRE_BUCKET
 
     if not cupy:
         monkeypatch.setattr(gpu_random, "usable", lambda device: False)
-    operations, waits = encoded_on_both(name, 2 * CHUNK + 3 * BUCKET, monkeypatch)
+    operations, waits = encoded_on_both(name, 2 * CHUNK + 3 * WIRE_BUCKET, monkeypatch)
     assert not waits
     assert operations.count("a kernel of random words") == (2 if cupy else 0)
     assert not any("_to_copy" in one and "cpu" in one for one in operations)

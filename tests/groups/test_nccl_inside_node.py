@@ -32,7 +32,7 @@ def test_threads_have_the_bits_of_threads(slots, one_thread):
 @pytest.mark.parametrize(("slots", "rows"), [(2, 1), (4, 3)])
 def test_a_sum_takes_two_buckets_of_memory(slots, rows, one_thread, monkeypatch):
     """The shard has two whole buckets and a shorter one."""
-    monkeypatch.setattr(nccl_inside_node, "BUCKET", slots * 512)
+    monkeypatch.setattr(nccl_inside_node, "SUM_BUCKET", slots * 512)
     group = TorchGroup(host_group(slots), SingleProcess(), timeout_s=20)
     width = 2 * 512 + 100
     assert count_differences(group, slots * width, rows) == RIGHT

@@ -31,9 +31,9 @@ def dog(end=None):
     return watchdog.Watchdog(10.0, "look at nvidia-smi", end)
 
 
-def begun(one, *done, name="all-gather"):
-    one.track(name, works(*done))
-    return one._calls[-1][1]
+def begun(one, *done, name="all-gather", **options):
+    one.track(name, works(*done), **options)
+    return one._calls[-1].began
 
 
 def test_calls_that_end_are_forgotten_and_those_in_flight_may_take_their_time():
@@ -51,6 +51,42 @@ def test_a_hang_names_call_and_devices():
     text = one.look(begun(one, True, False, name="reduce-scatter") + 11)
     assert "reduce-scatter is not done on cuda:1 after 10 s (node.timeout_s)" in text
     assert text.endswith("look at nvidia-smi")
+
+
+def test_a_call_that_began_before_all_ranks_arrived_may_take_twice_the_limit():
+    one = dog()
+    now = begun(one, True, False, all_arrived=False)
+    assert one.look(now + 19.9) == ""
+    text = one.look(now + 20.1)
+    assert "not done on cuda:1 after 20 s (2 x node.timeout_s)" in text
+
+
+def test_the_limit_of_such_a_call_starts_again_while_its_thread_waits_for_ranks(monkeypatch):
+    waits = [True]
+    one = watchdog.Watchdog(10.0, "look at nvidia-smi", waits_for_ranks=lambda: waits[0])
+    for _ in range(2):
+        now = begun(one, True, False, all_arrived=False)
+    assert one.look(now + 100) == ""
+    waits[0] = False
+    assert one.look(now + 119.9) == ""
+    one._calls.popleft()
+    assert one.look(now + 119.9) == ""
+    assert "after 20 s" in one.look(now + 120.1)
+    waits[0] = True
+    late = begun(one, True, False)
+    one._calls.popleft()
+    assert "after 10 s" in one.look(late + 11)
+
+
+def test_after_all_ranks_arrived_a_call_may_take_the_limit():
+    one = dog()
+    before = begun(one, True, False, all_arrived=False)
+    begun(one, True, False, name="broadcast")
+    one.note_arrival()
+    assert [call.name for call in one._calls] == ["all-gather", "broadcast"]
+    arrived = one._calls[0].began
+    assert arrived >= before and one.look(arrived + 9.9) == ""
+    assert "after 10 s (node.timeout_s)" in one.look(arrived + 10.1)
 
 
 def test_a_lost_device_is_named_at_once():

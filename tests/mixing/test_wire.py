@@ -12,7 +12,7 @@ from mpigossip.mixing import wire as wires
 from mpigossip.mixing.base import ExchangeKind, MessageLayout, bytes_per_exchange
 from mpigossip.mixing.lossy_wires import wire
 from mpigossip.mixing.simulated import Simulated
-from mpigossip.mixing.wire import BUCKET, decode, encode
+from mpigossip.mixing.wire import WIRE_BUCKET, decode, encode
 from tests.cases import on_each, with_world
 
 ALL = [
@@ -36,9 +36,9 @@ def made(name, seed=3):
     return wire(name, density=0.1, seed=seed)
 
 
-def values(width=4 * BUCKET, seed=0):
+def values(width=4 * WIRE_BUCKET, seed=0):
     drawn = np.random.default_rng(seed).standard_normal(width, np.float32)
-    drawn[BUCKET : 2 * BUCKET] = 0.0
+    drawn[WIRE_BUCKET : 2 * WIRE_BUCKET] = 0.0
     drawn[-1] = 40.0
     return torch.from_numpy(drawn)
 
@@ -52,12 +52,12 @@ def message(encoding):
 def test_decoded_values_equal_the_sender_s(name):
     one = made(name)
     x, codes = message(one)
-    codes = torch.nn.functional.pad(codes, (0, one.nbytes(4 * BUCKET) - len(codes)))
-    for part in (slice(0, 4 * BUCKET), slice(BUCKET, 3 * BUCKET)):
+    codes = torch.nn.functional.pad(codes, (0, one.nbytes(4 * WIRE_BUCKET) - len(codes)))
+    for part in (slice(0, 4 * WIRE_BUCKET), slice(WIRE_BUCKET, 3 * WIRE_BUCKET)):
         out = torch.empty(part.stop - part.start)
-        one.unpack(codes, 4 * BUCKET, part, out)
+        one.unpack(codes, 4 * WIRE_BUCKET, part, out)
         assert torch.equal(out, x[part])
-    assert torch.isfinite(x).all() and not x[BUCKET : 2 * BUCKET].any()
+    assert torch.isfinite(x).all() and not x[WIRE_BUCKET : 2 * WIRE_BUCKET].any()
 
 
 @on_each("name", ALL)
@@ -67,7 +67,7 @@ def test_a_shard_is_encoded_like_a_part_of_the_whole_vector(name):
     one.pack(whole, (1, 4, 1), 0)
     shards = values().view(2, -1).clone()
     for k, shard in enumerate(shards):
-        one.pack(shard, (1, 4, 1), k * 2 * BUCKET)
+        one.pack(shard, (1, 4, 1), k * 2 * WIRE_BUCKET)
     assert torch.equal(shards.view(-1), whole)
 
 
@@ -86,7 +86,7 @@ def test_a_shard_is_encoded_like_a_part_of_the_whole_vector(name):
     ],
 )
 def test_bytes_of_a_bucket(name, nbytes):
-    assert made(name).nbytes(8 * BUCKET) == 8 * nbytes
+    assert made(name).nbytes(8 * WIRE_BUCKET) == 8 * nbytes
     _, codes = message(made(name))
     assert len(codes) == 4 * nbytes
     with pytest.raises(ValueError, match="700 elements"):
@@ -97,13 +97,13 @@ def test_bytes_of_a_bucket(name, nbytes):
 def test_qsgd_is_unbiased_within_its_levels(name):
     one = made(name)
     x = values()
-    total = torch.zeros(4 * BUCKET, dtype=torch.float64)
-    scale = x.view(-1, BUCKET).abs().amax(1, keepdim=True) / int((name + "-127").split("-")[1])
+    total = torch.zeros(4 * WIRE_BUCKET, dtype=torch.float64)
+    scale = x.view(-1, WIRE_BUCKET).abs().amax(1, keepdim=True) / int((name + "-127").split("-")[1])
     for draw in range(400):
         one.pack(q := x.clone(), (draw, 0, 0), 0)
-        assert ((q - x).view(-1, BUCKET).abs() <= scale * 1.001).all()
+        assert ((q - x).view(-1, WIRE_BUCKET).abs() <= scale * 1.001).all()
         total += q
-    difference = (total / 400 - x).view(-1, BUCKET) / scale.clamp(min=1e-9)
+    difference = (total / 400 - x).view(-1, WIRE_BUCKET) / scale.clamp(min=1e-9)
     assert difference.abs().max() < 0.5 / 400**0.5 * 5.5 and abs(difference.mean()) < 2e-3
 
 
@@ -111,20 +111,20 @@ def test_qsgd_is_unbiased_within_its_levels(name):
 def test_few_bits_are_unbiased_and_give_an_adjacent_value(name, levels):
     one = made(name)
     x = values()
-    total = torch.zeros(4 * BUCKET, dtype=torch.float64)
-    scale = x.view(-1, BUCKET).abs().amax(1, keepdim=True)
+    total = torch.zeros(4 * WIRE_BUCKET, dtype=torch.float64)
+    scale = x.view(-1, WIRE_BUCKET).abs().amax(1, keepdim=True)
     positive = torch.as_tensor(levels)
     steps = torch.cat([-positive.flip(0), torch.zeros(1), positive])
-    size = x.view(-1, BUCKET) / scale.clamp(min=1e-9)
+    size = x.view(-1, WIRE_BUCKET) / scale.clamp(min=1e-9)
     low = steps[(torch.searchsorted(steps, size.contiguous(), right=True) - 1).clamp(min=0)]
     high = steps[torch.searchsorted(steps, size.contiguous()).clamp(max=len(steps) - 1)]
     for draw in range(400):
         one.pack(q := x.clone(), (draw, 0, 0), 0)
-        sent = q.view(-1, BUCKET) / scale.clamp(min=1e-9)
+        sent = q.view(-1, WIRE_BUCKET) / scale.clamp(min=1e-9)
         near = torch.minimum((sent - low).abs(), (sent - high).abs())
         assert (near < 1e-6)[scale[:, 0] > 0].all()
         total += q
-    difference = (total / 400 - x).view(-1, BUCKET) / scale.clamp(min=1e-9)
+    difference = (total / 400 - x).view(-1, WIRE_BUCKET) / scale.clamp(min=1e-9)
     gap = (high - low).clamp(min=1e-6)
     assert (difference.abs() / gap)[scale[:, 0] > 0].max() < 0.5 / 400**0.5 * 5.5
     assert abs(difference.mean()) < 2e-3
@@ -133,16 +133,17 @@ def test_few_bits_are_unbiased_and_give_an_adjacent_value(name, levels):
 def test_top_k_in_two_bits_takes_the_nearest_of_four_values():
     made("top-k").pack(kept := values(), (0, 0, 0), 0)
     made("top-k-int2").pack(q := values(), (0, 0, 0), 0)
-    scale = values().view(-1, BUCKET).abs().amax(1, keepdim=True)
+    scale = values().view(-1, WIRE_BUCKET).abs().amax(1, keepdim=True)
     where = kept != 0
     assert torch.equal(q != 0, where)
-    assert ((q - kept).view(-1, BUCKET).abs() <= scale / 3 * 1.0001)[where.view(-1, BUCKET)].all()
+    errors = (q - kept).view(-1, WIRE_BUCKET).abs()
+    assert (errors <= scale / 3 * 1.0001)[where.view(-1, WIRE_BUCKET)].all()
 
 
 @on_each("name", ALL)
 def test_zeros_stay_zero(name):
     """The columns after the last parameter are zeros, on which no scale may depend."""
-    x = torch.zeros(BUCKET)
+    x = torch.zeros(WIRE_BUCKET)
     x[:5] = torch.tensor([3.0, -2.0, 1e-3, 0.5, -7.0])
     made(name).pack(x, (1, 0, 0), 0)
     assert not x[5:].any() and (name.endswith("-k") or x[:5].any())
@@ -150,19 +151,19 @@ def test_zeros_stay_zero(name):
 
 def test_padding_enters_neither_values_nor_scale_of_signs_and_large_sums_are_finite():
     maximum = torch.finfo(torch.float32).max
-    for count in (1, 31, 32, 33, 500, BUCKET):
+    for count in (1, 31, 32, 33, 500, WIRE_BUCKET):
         for size in (maximum, 1.0, 1e-30):
-            x = torch.zeros(2 * BUCKET)
-            run_values = x[BUCKET : BUCKET + count].fill_(size)
+            x = torch.zeros(2 * WIRE_BUCKET)
+            run_values = x[WIRE_BUCKET : WIRE_BUCKET + count].fill_(size)
             # a zero that is followed by other values counts as a value
             run_values[::2] = -size
             run_values[4:8] = 0.0
             made("sign").pack(q := x.clone(), (0, 0, 0), 0)
-            inside = q[BUCKET : BUCKET + count]
+            inside = q[WIRE_BUCKET : WIRE_BUCKET + count]
             mean = run_values.double().abs().mean()
             assert torch.equal(inside >= 0, run_values >= 0), (count, size)
             assert torch.allclose(inside.double().abs(), mean, 1e-6, 0), (count, size)
-            assert not q[:BUCKET].any() and not q[BUCKET + count :].any(), (count, size)
+            assert not q[:WIRE_BUCKET].any() and not q[WIRE_BUCKET + count :].any(), (count, size)
 
 
 @on_each(
@@ -185,8 +186,8 @@ def test_errors_are_within_the_bounds_on_the_page(name, most):
     one = made(name)
     errors = []
     for small in (1e-9, 3e-3, 0.1, 0.3, 0.999, *worst.get(name, ())):
-        x = torch.full((512 * BUCKET,), small)
-        x[torch.arange(512) * (BUCKET + 1)] = 1.0  # at another position in each bucket
+        x = torch.full((512 * WIRE_BUCKET,), small)
+        x[torch.arange(512) * (WIRE_BUCKET + 1)] = 1.0  # at another position in each bucket
         one.pack(q := x.clone(), (0, 0, 0), 0)
         errors.append(float((q - x).double().square().sum() / x.double().square().sum()))
     assert 0.9 * most < max(errors) <= 1.03 * most, errors
@@ -196,9 +197,9 @@ def test_errors_are_within_the_bounds_on_the_page(name, most):
 def test_int2_is_a_contraction_for_at_most_nine_values_per_bucket():
     draws = torch.linspace(0, 1, 801)[1:, None] ** torch.tensor([[1.0, 2.0, 8.0]])
     for k, contracts in ((9, True), (11, False)):
-        x = torch.zeros(draws.numel(), BUCKET)
+        x = torch.zeros(draws.numel(), WIRE_BUCKET)
         x[:, 0], x[:, 1:k] = 1.0, draws.reshape(-1, 1)
-        wire("top-k-int2", density=k / BUCKET).pack((q := x.clone()).view(-1), (0, 0, 0), 0)
+        wire("top-k-int2", density=k / WIRE_BUCKET).pack((q := x.clone()).view(-1), (0, 0, 0), 0)
         share = (q - x).double().square().sum(1) / x.double().square().sum(1)
         assert (share.max() < 1) == contracts, (k, share.max())
 
@@ -228,10 +229,10 @@ def test_draws_depend_on_every_part_of_their_key():
 
 def test_extremes_of_qsgd():
     one = made("qsgd")
-    tiny = torch.full((BUCKET,), 1e-38)
+    tiny = torch.full((WIRE_BUCKET,), 1e-38)
     one.pack(tiny, (0, 0, 0), 0)
     assert not tiny.any()
-    large = torch.full((BUCKET,), 3e38)
+    large = torch.full((WIRE_BUCKET,), 3e38)
     one.pack(large, (0, 0, 0), 0)
     assert torch.allclose(large, torch.tensor(3e38))
 
@@ -239,19 +240,20 @@ def test_extremes_of_qsgd():
 def test_top_k_keeps_the_largest_and_sign_the_mean_modulus():
     x = values()
     made("top-k").pack(q := x.clone(), (0, 0, 0), 0)
-    for before, after in zip(x.view(-1, BUCKET), q.view(-1, BUCKET), strict=True):
+    for before, after in zip(x.view(-1, WIRE_BUCKET), q.view(-1, WIRE_BUCKET), strict=True):
         kept = after.nonzero()[:, 0]
         assert len(kept) in (0, 52) and torch.equal(before[kept], after[kept])
         assert not len(kept) or before[kept].abs().min() >= before[after == 0].abs().max()
     made("sign").pack(q := x.clone(), (0, 0, 0), 0)
-    assert torch.allclose(q.view(-1, BUCKET).abs().mean(1), x.view(-1, BUCKET).abs().mean(1))
+    means = [array.view(-1, WIRE_BUCKET).abs().mean(1) for array in (q, x)]
+    assert torch.allclose(*means)
 
 
 def test_random_k_takes_every_value_equally_often():
     one = made("random-k")
-    counts = torch.zeros(BUCKET)
+    counts = torch.zeros(WIRE_BUCKET)
     for draw in range(2000):
-        one.pack(x := torch.ones(BUCKET), (draw, 0, 0), 0)
+        one.pack(x := torch.ones(WIRE_BUCKET), (draw, 0, 0), 0)
         counts += x
     assert (counts.mean() - 2000 * 52 / 512).abs() < 1e-3
     assert counts.min() > 140 and counts.max() < 270

@@ -1,5 +1,7 @@
 """The package's models use parameters only after the forward pass of a module that owns them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -7,9 +9,10 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from mpigossip import models
+from mpigossip.analysis.plan.gpu_costs import uses_buckets
 from mpigossip.config.sections import TaskSection
 from mpigossip.training import assemble, task
-from mpigossip.training.assemble import MODEL_TASKS, allows_gather
+from mpigossip.training.assemble import MODEL_TASKS, allows_buckets, allows_gather
 
 
 class Uses(TorchFunctionMode):
@@ -111,3 +114,21 @@ def test_the_test_notices_a_parameter_that_is_used_early():
 )
 def test_custom_code_and_compiled_models_gather_before_the_forward_pass(settings, allowed):
     assert allows_gather(assemble.load({}, settings)) is allowed
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed"),
+    [
+        ([], False),  # CUDA graphs are used if that is possible
+        (["node.cuda_graphs=never"], True),
+        (["node.cuda_graphs=never", "node.compile=true"], False),
+        (["node.cuda_graphs=never", "node.vmap=true"], False),
+        (["node.cuda_graphs=never", "node.shard=false"], False),
+        (["node.cuda_graphs=never", "node.bucket_mb=0"], False),
+    ],
+)
+def test_plan_and_training_use_buckets_for_the_same_jobs(settings, allowed):
+    job = assemble.load({}, [*settings, "node.devices=gpu:1", "node.ranks_per_node=8"], False)
+    assert allows_buckets(job) is allowed
+    assert uses_buckets(SimpleNamespace(job=job, slots=8)) is allowed
+    assert not uses_buckets(SimpleNamespace(job=job, slots=1))

@@ -252,10 +252,12 @@ def job(slots: int, *settings: str, world: Any = None, ranks_per_node: int = 1) 
 
     with contextlib.ExitStack() as stack:
         if world is None:
-            world = stack.enter_context(mpigossip.world(timeout_s=60))
+            opened = mpigossip.world(timeout_s=60, ranks_per_node=ranks_per_node)
+            world = stack.enter_context(opened)
+        elif ranks_per_node > 1:
+            world.group_into_nodes(ranks_per_node)
         named = job_settings(slots, *settings)
         if ranks_per_node > 1:
-            world.group_into_nodes(ranks_per_node)
             named.append(f"node.devices=cuda:{world.rank}")
         loaded = assemble.load({"model": {"name": "mlp"}}, named)
         assembly = assemble.assemble(loaded, world, world.size // ranks_per_node)
@@ -270,8 +272,16 @@ def job(slots: int, *settings: str, world: Any = None, ranks_per_node: int = 1) 
     return values
 
 
-def in_node(*settings: str) -> dict[str, float]:
-    """Count the steps of a job whose nodes have two ranks with a GPU each."""
+def in_node(bucket_mb: float) -> dict[str, float]:
+    """Count the steps of a job whose nodes have two ranks with a GPU each.
+
+    :param bucket_mb: value of `node.bucket_mb`; 0: averages begin after the backward pass, as in
+        checkouts without this setting
+    """
+    from mpigossip.config.sections import NodeSection
+
+    known = hasattr(NodeSection, "bucket_mb")
+    settings = [f"node.bucket_mb={bucket_mb}"] if known or bucket_mb else []
     return job(1, *settings, ranks_per_node=2)
 
 
@@ -338,8 +348,8 @@ SCENARIOS: dict[str, tuple[int, str, Callable[[], dict[str, float]]]] = {
     "job-qsgd": (2, "job, 1 slot, wire qsgd", lambda: job(1, "node.wire=qsgd")),
     MEASURED: (2, "job, 1 slot, consensus measured", lambda: job(1, "log.consensus_every=1")),
     "plain": (2, "loop, plain torch", lambda: loop("plain")),
-    "job-ranks": (4, "job, 2 ranks of a slot", lambda: in_node("node.bucket_mb=0")),
-    "job-buckets": (4, "the same in buckets", lambda: in_node("node.bucket_mb=0.004")),
+    "job-ranks": (4, "job, 2 ranks of a slot", lambda: in_node(0)),
+    "job-buckets": (4, "the same in buckets", lambda: in_node(0.004)),
     "single": (2, "loop, a rank per node", lambda: loop("single")),
     "fsdp2": (4, "loop, FSDP2 over 2 ranks", lambda: loop("fsdp2")),
 }

@@ -14,7 +14,7 @@ from mpigossip.algorithms.methods import BUILDERS
 from mpigossip.cluster.local_devices import slots_of
 from mpigossip.config import Job, JobError
 from mpigossip.config.choices import keyword_only, spec_of
-from mpigossip.training.assemble import allows_gather
+from mpigossip.training.assemble import allows_buckets, allows_gather
 from mpigossip.training.costs import Subject
 from mpigossip.training.machines import Machine
 from mpigossip.training.time_model import BACKWARD
@@ -144,10 +144,8 @@ def visible_node_seconds(gpu: Gpu, what: Subject, compute_s: float) -> float:
 
 def uses_buckets(what: Subject) -> bool:
     """Return whether a job averages gradients in a node during the backward pass."""
-    node = what.job.node
-    own_gpu = len(slots_of(node.devices)) == 1 < what.slots
-    eager = node.cuda_graphs == "never" and not node.vmap
-    return own_gpu and eager and node.shard and node.bucket_mb > 0
+    own_gpu = len(slots_of(what.job.node.devices)) == 1 < what.slots
+    return own_gpu and allows_buckets(what.job)
 
 
 def local_step(job: Job) -> str:

@@ -50,7 +50,7 @@ def check_words():
         for bucket in offsets:
             for count in (8, 512):
                 buckets = int(random.integers(1, 70))
-                expected = wire.draw(key, bucket * wire.BUCKET, buckets, count).view(np.int32)
+                expected = wire.draw(key, bucket * wire.WIRE_BUCKET, buckets, count).view(np.int32)
                 words = gpu_random.words(key, bucket * count // 8, buckets * count, CPU)
                 assert words.dtype == torch.int32
                 assert np.array_equal(words.view(buckets, count).numpy(), expected)
@@ -88,12 +88,12 @@ def test_an_unusable_kernel_is_reported_once(monkeypatch):
 def test_a_wire_has_equal_codes_with_words_of_the_device(name, monkeypatch):
     """``BucketRandom`` draws on a GPU by ``gpu_random``; let it do so on the CPU."""
     one = lossy_wires.wire(name, density=0.1, seed=3)
-    x = torch.randn(wire.CHUNK + 3 * wire.BUCKET, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(wire.CHUNK + 3 * wire.WIRE_BUCKET, generator=torch.Generator().manual_seed(0))
     results = []
     for on_device in (False, True):
         monkeypatch.setattr(wire.BucketRandom, "on_device", on_device)
         codes = torch.zeros(one.nbytes(x.numel()), dtype=torch.uint8)
-        one.write(values := x.clone(), (5, 2, 0), 7 * wire.BUCKET, codes)
+        one.write(values := x.clone(), (5, 2, 0), 7 * wire.WIRE_BUCKET, codes)
         results.append((values, codes))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
