@@ -31,7 +31,7 @@ class AdamW(NamedTuple):
     decay: float
     """λ, decoupled weight decay."""
     decayed: int
-    """Number of columns, counted from the first, that take the decay."""
+    """Number of elements, counted from the first, that take the decay."""
 
 
 def by_formula(

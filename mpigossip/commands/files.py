@@ -255,6 +255,8 @@ def _export_model(options) -> None:
         print_safe(export_round(folder, options.out, options.place, options.round, most))
         return
     if options.round is not None:
-        raise StoreError(f"--round {options.round} needs --place P, the place that trained it")
+        raise StoreError(
+            f"--round {options.round} requires --place P, the place that trained this round"
+        )
     path = _checkpoint_of(options.path)
     print_safe(export(path, options.out, options.node, options.trust_model, most))

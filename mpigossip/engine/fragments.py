@@ -22,13 +22,13 @@ Columns = Sequence[slice]
 
 
 class Fragments(NamedTuple):
-    """Columns of each fragment, the schedule of the exchanges, and their algorithm."""
+    """Elements of each fragment, the schedule of the exchanges, and their algorithm."""
 
     schedule: FragmentSchedule
     cuts: Sequence[Sequence[Columns]]
-    """For each segment and each fragment, its columns."""
+    """For each segment and each fragment, its ranges of elements of x."""
     width: int
-    """Number of columns of a message, which is the number of columns of the largest fragment."""
+    """Number of elements of a message, which is the number of elements of the largest fragment."""
     exchanges: Sequence[Algorithm]
     """For each segment, the algorithm without its local step. Segments have separate ones, because
     an algorithm for a lossy wire may keep the vectors that it sent until it receives.
@@ -38,7 +38,7 @@ class Fragments(NamedTuple):
 
 
 class FragmentArrays(NamedTuple):
-    """Gathered fragment of a segment: arrays (rows, width), with zeros after its last column."""
+    """Gathered fragment of a segment: arrays (rows, width), with zeros after its last element."""
 
     x: torch.Tensor
     state: Any
@@ -168,7 +168,7 @@ class FragmentExchange:
 
         :param needs: nested NamedTuple with these fields, whose tensors are not used
         :param state: state of the algorithm for a segment, which has these fields and others
-        :param columns: columns of the fragment
+        :param columns: ranges of elements of the fragment
         """
         if isinstance(needs, torch.Tensor):
             return self._gather(state, columns)
@@ -196,7 +196,7 @@ def _blend(x: torch.Tensor, received: torch.Tensor, weight: float) -> None:
 
 
 def _pair_columns(columns: Columns) -> list[tuple[slice, slice]]:
-    """Return pairs (columns of the gathered fragment, columns of x) with the same elements."""
+    """Return pairs (range of the gathered fragment, range of x) that contain the same elements."""
     pairs = []
     begin = 0
     for c in columns:

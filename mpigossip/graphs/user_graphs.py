@@ -136,8 +136,8 @@ def from_value(value: Any) -> Graph:
     if isinstance(value, np.ndarray | list | tuple):
         return from_sequence([value] if getattr(value, "ndim", 3) == 2 else list(value))
     raise GraphError(
-        f"a {type(value).__name__} is not a graph: give a matrix, a networkx graph, or a list of "
-        "either"
+        f"graph: a {type(value).__name__} is not a graph: give a matrix, a networkx graph, a list "
+        "of matrices, or a list of networkx graphs"
     )
 
 

@@ -516,7 +516,10 @@ class FolderExchange:
                 time.sleep(self.poll_s)
 
     def _is_replaced(self, version: Round) -> bool:
-        """Return whether the place of ``version`` is not closed, but has removed this model."""
+        """Return whether a file of this model was removed, although its place is not closed.
+
+        :param version: record of the round that published the model
+        """
         listed = all(self.place.disk.exists(f"models/{shard.file}") for shard in version.files)
         return not listed and self.place.refresh(version.place).closed is None
 

@@ -36,9 +36,9 @@ class Wire(NamedTuple):
     """Encoding of float32 vectors that consist of whole buckets of 512 elements.
 
     ``encode(buckets, random)`` quantizes buckets (b, 512) in place to the values that receivers
-    will decode, and returns their codes, a list of uint8 arrays (b, …). ``random`` draws random
-    numbers for these buckets (:class:`BucketRandom`). ``decode(codes, out)`` writes the quantized
-    values to ``out`` (b, 512).
+    will decode, and returns the encoded buckets, a list of uint8 arrays (b, …). ``random`` draws
+    random numbers for these buckets (:class:`BucketRandom`). ``decode(encoded, out)`` writes the
+    quantized values to ``out`` (b, 512).
     """
 
     name: str

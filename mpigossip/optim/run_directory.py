@@ -133,8 +133,9 @@ def check_kept(things: Mapping[str, Any]) -> None:
             )
         if "/" in name or name.startswith("#") or not name.strip("."):
             raise JobError(
-                f"keep: the name {name!r} can't be part of a path in a checkpoint: choose a "
-                'name without "/" that does not begin with "#", such as scheduler=…'
+                f"keep: the name {name!r} can't be part of a path in a checkpoint: choose a name, "
+                'such as scheduler=…, that contains no "/", does not begin with "#", and contains '
+                "other characters than dots"
             )
         if not any(all(hasattr(thing, method) for method in pair) for pair in pairs):
             raise JobError(

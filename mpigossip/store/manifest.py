@@ -183,7 +183,8 @@ def read(path: Path) -> Manifest:
         ) from error
     if len(data) > LARGEST:
         raise StoreError(
-            f"{path} has more than {LARGEST} bytes, too many for a manifest; use another copy"
+            f"{path} has more than {LARGEST} bytes, too many for a manifest; use another copy of "
+            "the checkpoint"
         )
     if data[:HEADER] != _header(data[HEADER:]):
         raise StoreError(

@@ -215,7 +215,8 @@ class Window(WindowAccess):
             form = self._form = ArrayForm(like, "Window")
             if form.device.type != "cpu":
                 raise JobError(
-                    f"like is on {form.device}: windows hold arrays in host memory; give a copy on "
+                    f"Window: the argument like is on {form.device}: windows hold arrays in host "
+                    "memory; give a copy on "
                     "the CPU"
                 )
             self.graph = make_graph(graph, world.size, **options)

@@ -62,9 +62,9 @@ def gpu_mpi_works(
 ) -> tuple[bool, str]:
     """Return whether MPI can send memory of all slots' devices on all ranks, with an explanation.
 
-    The call is collective, and the first value is equal on all ranks. If no query reports on some
-    rank that the MPI library supports GPU memory, nothing is tried, because a put to GPU memory
-    would then kill the process.
+    The call is collective, and the first value is equal on all ranks. If there is a rank on which
+    no query reports that the MPI library supports GPU memory, no rank tries to send GPU memory,
+    because a put to GPU memory would then kill the process.
 
     :param comm: communicator of the nodes
     :param devices: devices of this rank's slots
