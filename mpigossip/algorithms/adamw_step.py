@@ -129,7 +129,7 @@ def usable(device: torch.device) -> bool:
 def is_right(device: torch.device) -> bool:
     """Return whether the kernel is close to the formula, and independent of positions.
 
-    Each row alone, and a part of the columns that begins between two groups of four elements, must
+    Each row alone, and a part of its elements that begins between two groups of four elements, must
     get the bits that they get in two whole rows.
     """
     draw = torch.Generator().manual_seed(0)

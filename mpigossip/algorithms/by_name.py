@@ -37,7 +37,8 @@ def build(
     :param local_options: further options of the local step
     :param node: section `[node]` of the job, for options that depend on the wire; None: they keep
         their defaults
-    :param layout: parameter layout, for a local step that takes whole parameters; None: unknown
+    :param layout: parameter layout, for a local step that takes whole parameters; None: such a
+        local step makes its state, but raises ValueError in a step
     :raises JobError: if an option is unknown; if the function of the algorithm can't be imported,
         fails, or returns no Algorithm; or if the algorithm has an unknown condition in ``needs``
     """
@@ -79,7 +80,8 @@ def _build_local(name: str, decayed: int, layout: Any, options: Mapping[str, Any
 
     :param name: name in `LOCALS`
     :param decayed: number of elements, counted from the first, that take weight decay
-    :param layout: parameter layout, for a local step that takes whole parameters; None: unknown
+    :param layout: parameter layout, for a local step that takes whole parameters; None: such a
+        local step makes its state, but raises ValueError in a step
     :param options: options of the local step
     """
     step = LOCALS[name](decayed, **options)

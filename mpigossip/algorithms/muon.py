@@ -141,7 +141,7 @@ def _hidden(layout: Any, adamw_for: Sequence[str]) -> list[int]:
 
 
 def _runs(slices: Sequence[slice]) -> list[slice]:
-    """Return the slices of columns, in which adjacent slices are joined."""
+    """Return the slices of elements, in which adjacent slices are joined."""
     joined: list[slice] = []
     for columns in slices:
         if joined and joined[-1].stop == columns.start:

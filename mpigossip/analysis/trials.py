@@ -189,7 +189,7 @@ def _timed(
     """Return the seconds per message on the slowest rank, and the largest relative error.
 
     On CPUs, the time of a round is divided by the number of neighbours. The error is not measured
-    on GPUs, and 0. Collective.
+    on GPUs, and 0. The call is collective.
 
     :param world: all ranks
     :param test_graph: the graph
@@ -218,7 +218,7 @@ def _timed(
 
 OFF = (
     "averages have a relative error of {:.1e}: windows of this MPI are not reliable here; try "
-    "another MPI"
+    "another MPI library"
 )
 """Template of the remedy if averages are wrong; the number is the relative error."""
 

@@ -212,7 +212,10 @@ def _checkpoint_of(path: Path) -> Path:
             f"{path} --out OUT --place P --round R`"
         )
     if damaged or newest is None:
-        problem = f'"{path}" is neither a checkpoint nor a run with one: name another path'
+        problem = (
+            f'"{path}" is neither a checkpoint nor a run with one: name RUN or '
+            "RUN/checkpoints/step-…"
+        )
         problem = (
             f"the newest complete checkpoint is {newest}: name that one" if newest else problem
         )

@@ -1,6 +1,6 @@
 """Exchanges of one fragment of the model at a time, which may stay in flight during later steps.
 
-A fragment is a set of columns of the flat parameters, whose rows are local nodes. For the mixer, a
+A fragment is a set of elements of the flat parameters, whose rows are local nodes. For the mixer, a
 fragment is a whole message with fewer columns: they are gathered into a contiguous array before the
 exchange and scattered afterwards. Mixers and wires therefore need no code for fragments. With P
 fragments of equal size, messages need about 1/P of the memory; with fragments of named modules,
@@ -179,8 +179,8 @@ class FragmentExchange:
         """Blend the received elements of a fragment into the parameters x of segment k.
 
         :param x: parameters of the segment, (rows, elements)
-        :param k: number of the segment
-        :param fragment: number of the fragment
+        :param k: index of the segment
+        :param fragment: index of the fragment
         :param weight: weight γ of the received elements
         """
         for c in self.fragments.cuts[k][fragment]:

@@ -261,7 +261,7 @@ def flatten(
 
     :param module: module with the parameters
     :param slots: number of slots of the node
-    :param decayed: names of the parameters with weight decay; None: all
+    :param decayed: names of the parameters with weight decay; None: all parameters
     :param types: types that a parameter may have
     :raises JobError: if no parameter requires gradients, or if one that does has another type
     """
@@ -386,7 +386,7 @@ def scatter_row(
     :param parts: array (local nodes, …) of each shard, to which the values are copied
     :param row: index of the local node
     :param flat: layout of the parameters
-    :param shard_indices: indices of the shards in ``parts``; None: all
+    :param shard_indices: indices of the shards in ``parts``; None: all shards of the node
     :raises ValueError: if ``parts`` are shaped like x, and ``packed`` does not have one value for
         each element of the flat parameters
     """

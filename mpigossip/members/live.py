@@ -393,7 +393,7 @@ class FolderExchange:
         return self._read_states.get(version) if all(was_read for was_read, *_ in answers) else None
 
     def open_model(self, version: Round, failures: list[Exception] | None) -> Any:
-        """Return this rank's part of a model, or None, as :func:`read_model` does."""
+        """Return this rank's part of a model; None, as in :func:`read_model`, if it is unusable."""
         return read_model(self.place, version, failures, self.ranks.part)
 
     def _read_part(self, command: Any) -> Any:

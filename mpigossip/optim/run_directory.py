@@ -41,7 +41,7 @@ def open_run(world: World, job: Job) -> Run:
         if manifest is not None and manifest.meta.get("door") != "loop":
             raise JobError(
                 f'run: "{folder}" contains the run of a job: continue it by `mpigossip resume '
-                f"{folder}`, or choose another folder"
+                f"{folder}`, or pass another folder as run=…"
             )
     return Run(world, job, path, world.resources)
 
@@ -77,7 +77,7 @@ def _check_loaded(run: Run, path: Path, manifest: checkpoint.Manifest) -> None:
         raise JobError(
             f'run: "{run.folder}" contains a run with {path.name} as its newest checkpoint, '
             f"of {pluralize(manifest.n, 'node')}, and {loaded}: call optimizer.resume() to "
-            "continue from there, or choose another folder"
+            "continue from there, or pass another folder as run=…"
         )
     run.take_over(checkpoint.read_node(path, run.node.mixer.local_nodes[0], manifest).numbers)
     run.saved_at = step if step == manifest.step else None

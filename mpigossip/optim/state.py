@@ -406,7 +406,8 @@ def packed(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
         )
     raise JobError(
         f"save: {path} is a {type(value).__name__}: a checkpoint can contain tensors, numbers, "
-        "strings, None, and lists, tuples and dicts of these; convert it, or leave it out"
+        "strings, None, and lists, tuples and dicts of these; convert this value, or remove it "
+        "from the state"
     )
 
 

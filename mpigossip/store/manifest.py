@@ -189,7 +189,7 @@ def read(path: Path) -> Manifest:
     if data[:HEADER] != _header(data[HEADER:]):
         raise StoreError(
             f"{path} is damaged or not a manifest: its checksum differs; "
-            "resume from an older checkpoint or copy it again"
+            "resume from an older checkpoint, or copy this file again"
         )
     opened = guard.opened(io.BytesIO(data), views=("parameters",))
     with reading(path), opened as (file, objects):

@@ -222,7 +222,7 @@ def make_parts(
     :param job: the job
     :param graph: the graph; None for a single node, which has no neighbours
     :param flat: layout of the model's parameters
-    :param shards: numbers of the local shards; None: all shards
+    :param shards: indices of the local shards; None: all shards
     :param devices: the device of each local shard
     :param local: local step that replaces the local step of the job; None: the job's local step
     :param total: number of steps of the run, on which some cadences depend; None: not known

@@ -89,7 +89,7 @@ class ArrayForm:
         ):
             raise JobError(
                 f"{call}: out is read-only or expanded (its elements share memory), so that it "
-                "can't be written; give a copy of it"
+                f"can't be written; pass out.{'clone' if self.is_tensor else 'copy'}()"
             )
 
     def _has_form(self, array: Any) -> bool:

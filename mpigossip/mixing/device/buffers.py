@@ -135,7 +135,7 @@ class DeviceBuffers:
     ) -> None:
         """Let :meth:`prepare` call ``check`` with ``totals`` on the host, before a chunk is sent.
 
-        :param segment: number of the segment; checks are called in this order
+        :param segment: index of the segment; checks are called in this order
         :param totals: values on the segment's device, computed on its current stream
         :param check: function that raises an error if the message must not be sent
         """

@@ -224,7 +224,7 @@ class ReplayLog:
         if missing := [dependency for dependency in inputs if dependency not in self.models]:
             raise StoreError(
                 f"{record_name(*version)} depends on {record_name(*missing[0])}, which is later: "
-                "one of these two records is wrong; replace it by an intact copy of the file"
+                "one of these two records is wrong; replace the wrong file by an intact copy"
             )
         models = [self.models[dependency] for dependency in inputs]
         for dependency in inputs:
