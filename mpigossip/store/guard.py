@@ -85,8 +85,8 @@ def regular(path: Path, follow: bool = True) -> io.FileIO:
         raise StoreError(f"{path} is a symbolic link: replace it by the file that it points to")
     kind_name = "folder" if stat.S_ISDIR(kind) else "pipe, socket or device"
     raise StoreError(
-        f"{path} is a {kind_name}, not a regular file: replace it by a copy of the file that should "
-        "be there"
+        f"{path} is a {kind_name}, not a regular file: replace it by a copy of the file that "
+        "should be there"
     )
 
 
