@@ -209,9 +209,9 @@ def _unprinted(error: OSError | None = None) -> bool:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments; without any, print the help and exit.
+    """Parse the arguments; if there are none, print the help and exit.
 
-    An optional job and settings may follow options.
+    The job and the settings, which are optional, may come after options.
     """
     top = parser()
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]

@@ -179,7 +179,7 @@ def alone(tmp_path, monkeypatch, capfd, one_thread) -> Callable:
 def pooled(ranks, tmp_path) -> Callable:
     """Return `pooled(n, *words, timeout=60)`, which runs `mpigossip …` on n ranks of a pool.
 
-    It runs in the folder `tmp_path`, and its result is like that of `alone`.
+    It runs in the folder `tmp_path`, and its result has the form of the result of `alone`.
 
     It can also run a program (`x.py …`). It replaces `mpirun` in tests that don't test the launch.
     """

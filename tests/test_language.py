@@ -1,11 +1,13 @@
-"""Counts of unclear phrases and names in Python files, which may only become smaller.
+"""Counts of unclear phrases and names in Python files and pages, which may only become smaller.
 
 tools/docs/contribute.md describes the language of the project; its questions 2, 3 and 6 name these
-phrases and names. tests/language.json holds their number for each package:
+phrases and names. tests/language.json holds the number of phrases and names in each package, and
+the number of phrases in the pages (Markdown) of each folder, whose name ends in "/":
 
-    python -m tests.test_language             print the numbers
-    python -m tests.test_language tools       print each place in the package tools
-    python -m tests.test_language --write     write the numbers to tests/language.json
+    python -m tests.test_language              print the numbers
+    python -m tests.test_language tools        print each match in Python files of the package tools
+    python -m tests.test_language tools/docs/  print each match in pages of the folder tools/docs
+    python -m tests.test_language --write      write the numbers to tests/language.json
 """
 
 import json
@@ -42,12 +44,25 @@ TOKEN = re.compile(
     r"(?P<q>\"{3}|'{3})(?P<triple>(?:[^\\]|\\(?:.|\n))*?)(?P=q)"
     r"|(?P<p>[\"'])(?P<single>(?:[^\\\n]|\\(?:.|\n))*?)(?P=p))",
 )
+# In a page: a block of code, or a span of code in a line or a paragraph.
+FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2[`~]*[ \t]*$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"(?<!`)(`+)(?!`)(?:(?!\n[ \t]*\n).)+?(?<!`)\1(?!`)", re.DOTALL)
+# The space between two texts of a page: an empty line, the begin of an item, heading or quotation,
+# or the border of a cell of a table.
+BORDER = re.compile(
+    r"\n[ \t]*\n|^[ \t]*(?:[*+-]|\d+\.)[ \t]+|^#+[ \t]+|^[ \t]*>[ \t]*|\|", re.MULTILINE
+)
 KINDS = (*PHRASES, "names")
 
 
 def package(path: Path) -> str:
-    """Return the package of a file: a subpackage of mpigossip, or a folder of the repository."""
+    """Return the package of a Python file, or the folder of a page, which ends in "/".
+
+    A package is a subpackage of mpigossip, or a folder of the repository.
+    """
     folders = path.relative_to(ROOT).parts[:-1]
+    if path.suffix == ".md":
+        return "/".join((*folders, "")) or "./"
     return "/".join(folders[:2] if folders[0] == "mpigossip" else folders[:1])
 
 
@@ -69,19 +84,40 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
     yield start, " ".join(text.split())
 
 
-def matches(source: str) -> Iterator[tuple[int, str, str]]:
-    """Yield line, kind and text of each unclear phrase, and of each use of an unclear name."""
-    places = []
-    for position, text in texts(source):
+def page_texts(page: str) -> Iterator[tuple[int, str]]:
+    """Yield paragraphs, items, headings and cells of tables with their positions, without code."""
+    prose = FENCE.sub(lambda code: re.sub(r"[^\n]", " ", code[0]), page)
+    prose = SPAN.sub(lambda code: re.sub(r"[^\n]", "`", code[0]), prose)
+    start = 0
+    for border in [*BORDER.finditer(prose), None]:
+        text = prose[start : border.start() if border else len(prose)]
+        position = start + len(text) - len(text.lstrip())
+        yield position, " ".join(re.sub(r"[*\[\]]", "", text).split())
+        start = border.end() if border else start
+
+
+def phrases(located_texts: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str, str]]:
+    """Yield position, kind and context of each unclear phrase in texts with their positions."""
+    for position, text in located_texts:
         if " " in text:
             for kind, pattern in PHRASES.items():
                 for match in pattern.finditer(text):
-                    shown = text[max(match.start() - 30, 0) : match.end() + 30]
-                    places.append((position, kind, shown))
+                    yield position, kind, text[max(match.start() - 30, 0) : match.end() + 30]
+
+
+def matches(source: str) -> Iterator[tuple[int, str, str]]:
+    """Yield line, kind and text of each unclear phrase, and of each use of an unclear name."""
+    positions = [*phrases(texts(source))]
     code = TOKEN.sub(lambda token: re.sub(r"[^\n]", " ", token[0]), source)
-    places += [(match.start(), "names", match[0]) for match in NAMES.finditer(code)]
-    for position, kind, shown in places:
+    positions += [(match.start(), "names", match[0]) for match in NAMES.finditer(code)]
+    for position, kind, shown in positions:
         yield source.count("\n", 0, position) + 1, kind, shown
+
+
+def page_matches(page: str) -> Iterator[tuple[int, str, str]]:
+    """Yield line, kind and text of each unclear phrase in a page."""
+    for position, kind, shown in phrases(page_texts(page)):
+        yield page.count("\n", 0, position) + 1, kind, shown
 
 
 def all_matches() -> Iterator[tuple[Path, int, str, str]]:
@@ -93,6 +129,19 @@ def all_matches() -> Iterator[tuple[Path, int, str, str]]:
             ):
                 for match in matches(path.read_text()):
                     yield path, *match
+    for path in pages():
+        for match in page_matches(path.read_text()):
+            yield path, *match
+
+
+def pages() -> list[Path]:
+    """Return the paths of all pages of the repository."""
+    folders = ("mpigossip", "jobs", "tools", "tests")
+    inside = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.md"))]
+    visible = [
+        path for path in inside if not any(p[0] == "." for p in path.relative_to(ROOT).parts)
+    ]
+    return [*sorted(ROOT.glob("*.md")), *visible]
 
 
 def count() -> dict[str, dict[str, int]]:
@@ -136,6 +185,40 @@ def test_each_kind_of_phrase_and_name_is_counted():
         '''
     counts = Counter(kind for _, kind, _ in matches(textwrap.dedent(program)))
     assert counts == {"beginnings": 5, "else": 1, "phrases": 5, "names": 4}
+
+
+def test_phrases_of_a_page_are_counted_outside_of_code():
+    page = """
+        # Which of these
+
+        Text about `those of code` and ``as many `x` ``, which is beside
+        the point. **Where** it ends, one message a step
+
+        * Of a list, else nothing; `two` a step is not counted
+        * The same [rank](#those-of)
+
+        | Those of cells | a: What it is |
+        |---|---|
+        | no: 16 a node | ``|`` |
+
+        ```py
+        # Those of a block, else beside it
+        ```
+        """
+    found_on = [(line, kind) for line, kind, _ in page_matches(textwrap.dedent(page))]
+    assert sorted(found_on) == [
+        (2, "beginnings"),
+        (4, "beginnings"),
+        (4, "phrases"),
+        (4, "phrases"),
+        (7, "beginnings"),
+        (7, "else"),
+        (8, "beginnings"),
+        (10, "beginnings"),
+        (10, "beginnings"),
+        (10, "phrases"),
+        (12, "phrases"),
+    ]
 
 
 def main(arguments: list[str]) -> int:

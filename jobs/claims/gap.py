@@ -74,7 +74,7 @@ def pairs() -> list[Cell]:
 def title(cell: Cell, tail: str) -> str:
     """Return the text of a row's first column: model, number of nodes, batch, and ``tail``."""
     labels = cell.labels
-    return f"{labels['model']}, n = {cell.nodes}, {labels['batch']} a node, {tail}"
+    return f"{labels['model']}, n = {cell.nodes}, batch {labels['batch']}, {tail}"
 
 
 def gaps(runs: Sequence[Line]) -> list[Gap]:

@@ -29,7 +29,7 @@ from mpigossip.store.hdf5 import replacing
 FOLDER = Path(__file__).resolve().parent
 PROTOCOLS = {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
 HEAD = (
-    "# What the papers claim, measured\n\n`python jobs/claims/measure.py {}`, {}: {:.0f} minutes. "
+    "# Claims of papers, measured\n\n`python jobs/claims/measure.py {}`, {}: {:.0f} minutes. "
     "Protocols, seeds and what was reduced: [PROTOCOL.md](PROTOCOL.md).\n\n"
 )
 FUNCTIONS = {

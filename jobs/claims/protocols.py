@@ -45,7 +45,7 @@ from mpigossip.training.parts import make_parts
 
 TRIES = 8
 """Approximate number of learning rates that a search tries, for the estimate."""
-COMMON = "The same at one common rate"
+COMMON = "Comparison at one common rate"
 REHEARSAL = ["data.source=digits", "run.epochs=1"]
 OWN_KEYS = ("row", "common", "seconds", "equal_traffic")
 

@@ -231,7 +231,10 @@ def queue(options: argparse.Namespace) -> int:
 
 
 def repeat(options: argparse.Namespace) -> int:
-    """Repeat some stored runs; return exit code 1 if the digest of any run differs, otherwise 0."""
+    """Repeat the stored runs that ``options`` select, and compare their digests.
+
+    Return exit code 1 if any digest differs from the stored digest, otherwise 0.
+    """
     candidates = [
         line for line in lines(options.out) if line.get("digest") and line["study"] in STUDIES
     ]

@@ -37,7 +37,7 @@ INTERVALS = HERE / "intervals.jsonl"
 LINKS = HERE / "links.jsonl"
 HEADINGS = {
     "own rates": "## Training, each method at its own rate",
-    "common rate": "## The same at one common rate",
+    "common rate": "## Comparison at one common rate",
 }
 """Headings of tables in RESULTS.md, by the name of the table in intervals.jsonl."""
 MARKS = "<!-- {}: by verdicts.py -->\n", "<!-- {}: end -->\n"

@@ -35,7 +35,7 @@ class AdamW(NamedTuple):
     decay: float
     """λ, decoupled weight decay."""
     decayed: int
-    """Number of columns, counted from the first, that take the decay."""
+    """Number of elements, counted from the first, that take the decay."""
 
 
 def by_formula(
@@ -177,7 +177,7 @@ def digest_if_right(device: torch.device) -> str:
     """Return a digest of the kernel's results on a device; "" if the kernel must not be used.
 
     The kernel must be close to the formula, and independent of positions: each row alone, and a
-    part of the columns that begins between two groups of four elements, must get the bits that they
+    part of its elements that begins between two groups of four, must get the bits that they
     get in two whole rows.
     """
     draw = torch.Generator().manual_seed(0)

@@ -25,19 +25,20 @@ def build(
     node: NodeSection | None = None,
     layout: Any = None,
 ) -> Algorithm:
-    """Build the algorithm of a shard whose first ``decayed`` columns take weight decay.
+    """Build the algorithm of a shard whose first ``decayed`` elements take weight decay.
 
     :param name: name of an algorithm in `BUILDERS`, or "module:function" for a custom one
     :param local: local step, or its name; None: the default local step of the algorithm
     :param options: options of the algorithm. Options that it does not have are passed to the local
         step, unless ``local`` is an object; `NO_LOCAL_STEP` ignores them
-    :param decayed: number of columns that take weight decay
+    :param decayed: number of elements of the shard, counted from the first, that take weight decay
     :param graph: graph over the nodes; None: options that are computed from the graph or from other
         options keep the defaults of the algorithm's function
     :param local_options: further options of the local step
     :param node: section `[node]` of the job, for options that depend on the wire; None: they keep
         their defaults
-    :param layout: parameter layout, for a local step that takes whole parameters; None: unknown
+    :param layout: parameter layout, for a local step that takes whole parameters; None: such a
+        local step makes its state, but raises ValueError in a step
     :raises JobError: if an option is unknown; if the function of the algorithm can't be imported,
         fails, or returns no Algorithm; or if the algorithm has an unknown condition in ``needs``
     """
@@ -78,8 +79,9 @@ def _build_local(name: str, decayed: int, layout: Any, options: Mapping[str, Any
     """Return the local step ``name``, which counts steps per row and leaves out skipped rows.
 
     :param name: name in `LOCALS`
-    :param decayed: number of columns that take weight decay
-    :param layout: parameter layout, for a local step that takes whole parameters; None: unknown
+    :param decayed: number of elements, counted from the first, that take weight decay
+    :param layout: parameter layout, for a local step that takes whole parameters; None: such a
+        local step makes its state, but raises ValueError in a step
     :param options: options of the local step
     """
     step = LOCALS[name](decayed, **options)

@@ -60,7 +60,7 @@ class FragmentSchedule(NamedTuple):
         return self.fragments == 1 and not self.delay
 
     def due(self, index: int) -> int | None:
-        """Return the number of the fragment that is sent at step ``index``; None if there is none.
+        """Return the index of the fragment that is sent at step ``index``; None if there is none.
 
         Steps are counted from 0.
         """
@@ -69,7 +69,7 @@ class FragmentSchedule(NamedTuple):
         return fragment if (fragment + 1) * self.period // self.fragments == position else None
 
     def arriving(self, index: int) -> int | None:
-        """Return the number of the fragment that is applied at step ``index``.
+        """Return the index of the fragment that is applied at step ``index``.
 
         The fragment was sent τ = ``delay`` steps before. The result is None if no fragment was
         sent then, or if τ = 0.

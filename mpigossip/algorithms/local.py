@@ -10,7 +10,8 @@ from mpigossip.algorithms.base import Decay, NoState, Step, init_from, no_state
 from mpigossip.config.limits import NotNegative, Positive
 
 BLOCK = 1 << 15
-"""Number of columns that `accumadam` processes at once on a CPU, to keep temporary arrays small."""
+"""Number of elements per row that `accumadam` processes at once on a CPU, to keep temporary arrays
+small."""
 
 
 class Local(NamedTuple):
@@ -153,9 +154,12 @@ def adamw(
 ) -> Local:
     """Step by AdamW (Loshchilov & Hutter 2019) with bias correction.
 
+    g is the gradient, m and v are the moments, m̂ and v̂ the moments after bias correction, and d is
+    the direction of the step:
+
     m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g², d = m̂/(√v̂ + ε) + λx.
 
-    :param decayed: number of columns, counted from the first, that take the decay λ: all columns,
+    :param decayed: number of elements, counted from the first, that take the decay λ: all elements,
         or all but the biases and norms if these are excluded from weight decay
     :param beta1: β₁, decay rate of the running mean of gradients
     :param beta2: β₂, decay rate of the running mean of squared gradients
@@ -176,7 +180,7 @@ def adamw(
 
 
 class Accumulated(NamedTuple):
-    """Running means m of g and v of g², and s, the sum of g/A in the period so far, all like x."""
+    """Running means m of g and v of g², and the sum s of g/A in this period, all like x."""
 
     first: torch.Tensor
     second: torch.Tensor
@@ -194,17 +198,19 @@ def accumadam(
 ) -> Local:
     """Step by Adam whose moments are updated with the mean of A = ``period`` gradients.
 
-    AccumAdamW (Wang et al., ICLR 2025), with the bias correction of ⌈t/A⌉ steps:
+    This is AccumAdamW (Wang et al., ICLR 2025). g is the gradient of step t, s the sum of g/A since
+    the last update of the moments m and v, and d the direction of the step. m̂' and v̂' are m' and
+    v' with the bias correction of ⌈t/A⌉ steps. Each step computes
 
     s ← s + g/A;  m' = m + (1−β₁) g, v' = v + (1−β₂) g²;  d = m̂'/(√v̂' + ε) + λx.
 
-    At every A-th step:
+    Every A-th step then updates the moments:
 
     m ← β₁ (m + (1−β₁) s), v ← β₂ (v + (1−β₂) s²), s ← 0.
 
-    The moments of a node then resemble the moments of A nodes that average their gradients.
+    The moments of a node therefore resemble the moments of A nodes that average their gradients.
 
-    :param decayed: number of columns, counted from the first, that take the decay λ
+    :param decayed: number of elements, counted from the first, that take the decay λ
     :param period: A, number of gradients per update of the moments
     :param beta1: β₁, decay rate of the running mean of gradients
     :param beta2: β₂, decay rate of the running mean of squared gradients

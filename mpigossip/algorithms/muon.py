@@ -34,7 +34,7 @@ def muon(
     B is the momentum, and O(·) approximately the nearest orthogonal matrix. AdamW updates all other
     parameters. The state has the two arrays of AdamW; Muon keeps B in the first of them.
 
-    :param decayed: number of columns, counted from the first, that take the decay λ
+    :param decayed: number of elements, counted from the first, that take the decay λ
     :param layout: parameter layout (`ParameterLayout`) of one slot, because Muon takes whole
         matrices; None: the result makes a state, but raises ValueError in a step
     :param beta: β, factor of the momentum of Muon
@@ -91,7 +91,7 @@ def _matrices(layout: Any, hidden: Sequence[int], x, g, momenta, lr, decay, sett
     :param g: gradient of the row, (P,)
     :param momenta: momentum of the row, (P,)
     :param lr: learning rate
-    :param decay: weight decay of the columns that take it
+    :param decay: weight decay of the elements that take it
     :param settings: further options of `torch.optim.Muon`, by name
     """
     x, g, momenta = (layout.views(part) for part in (x, g, momenta))
@@ -141,7 +141,7 @@ def _hidden(layout: Any, adamw_for: Sequence[str]) -> list[int]:
 
 
 def _runs(slices: Sequence[slice]) -> list[slice]:
-    """Return the slices of columns, in which adjacent slices are joined."""
+    """Return the slices of elements, in which adjacent slices are joined."""
     joined: list[slice] = []
     for columns in slices:
         if joined and joined[-1].stop == columns.start:

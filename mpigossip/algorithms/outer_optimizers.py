@@ -55,13 +55,14 @@ class OuterOptimizer:
         except Exception as error:
             raise JobError(
                 f'algorithm.outer: "{name}" can\'t make an outer step: '
-                f"{describe_exception(error)}; use another optimizer, such as SGD or AdamW"
+                f"{describe_exception(error)}; choose another optimizer, such as "
+                'algorithm.outer = {name = "SGD", lr = 0.7}'
             ) from error
         if both != [pair[0] + pair[1] for pair in zip(*separate, strict=True)]:
             raise JobError(
                 f'algorithm.outer: "{name}" does not treat each element of a parameter by itself, '
-                "but an outer step is applied to shards and fragments of the model: use another "
-                "optimizer, such as SGD or AdamW"
+                "but an outer step is applied to shards and fragments of the model: choose another "
+                'optimizer, such as algorithm.outer = {name = "SGD", lr = 0.7}'
             )
         self._kinds = {
             key: _number_kind(value)
@@ -73,14 +74,15 @@ class OuterOptimizer:
             raise JobError(
                 f'algorithm.outer: "{name}" has a state with the names '
                 f"{', '.join(map(str, fields))}, which can't be names of arrays in a checkpoint: "
-                "use another optimizer"
+                'choose another optimizer, such as algorithm.outer = {name = "SGD", lr = 0.7}'
             )
         self._type: Any = namedtuple("OuterState", fields)  # type: ignore[misc]
         if STEP not in self._kinds and not self._starts_at_zero():
             raise JobError(
                 f'algorithm.outer: "{name}" with these options treats its first step differently, '
                 f'but its state does not contain "{STEP}", the number of steps: '
-                "remove the option dampening, or use another optimizer"
+                "remove the option dampening, or choose another optimizer, such as algorithm.outer "
+                '= {name = "SGD", lr = 0.7}'
             )
 
     def init(self, x: torch.Tensor) -> Any:

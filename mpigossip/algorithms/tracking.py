@@ -195,7 +195,7 @@ def detag(local, *, phase: Positive = 2, eta: Share | None = None, beta: Decay =
 
     z_{r+1} = (1 + η) W z_r − η z_{r−1}.
 
-    At the end of the phase:
+    The end of the phase then computes
 
     x̃ ← x̃ − lr · y;  y ← y + v^k − v^{k−1} with v^k = β v^{k−1} + g^k;  x ← x̃.
 

@@ -103,7 +103,8 @@ def room_for_messages(world: World) -> int:
     """Return the largest size of a message, in bytes, for which the memory of all hosts suffices.
 
     A measurement is assumed to need eight arrays of this size per rank, for windows, the limit and
-    copies that the MPI library makes. These arrays may fill half of a host's memory. Collective.
+    copies that the MPI library makes. These arrays may fill half of a host's memory. The call is
+    collective.
     """
     ranks = max(map(world.hosts.count, world.hosts))
     return world.comm.allreduce(host_memory() // 2 // 8 // ranks, MPI.MIN)
@@ -226,7 +227,7 @@ def allreduce(world: World, options) -> Iterator[dict[str, Any]]:
 def overlap(world: World, options) -> Iterator[dict[str, Any]]:
     """Measure the fraction of an exchange that overlaps with a computation of equal duration.
 
-    The limit is the time of the computation alone. Collective.
+    The limit is the time of the computation alone. The call is collective.
 
     :param world: all ranks, each of which is a node
     :param options: options of `mpigossip bench`
@@ -275,7 +276,7 @@ def checkpoint(world: World, options) -> Iterator[dict[str, Any]]:
             except (OSError, StoreError) as error:  # This may happen on one rank only.
                 where = f'--folder "{options.folder}" on {world.hosts[world.rank]}'
                 raise Failure(
-                    f"{where}: {error}; free space on this disk or name another folder"
+                    f"{where}: {error}; free space on this disk, or pass another --folder"
                 ) from error
         yield row("checkpoint", size, times, limit)
 

@@ -73,7 +73,7 @@ def all_tests(
     if len(slots) * world.nodes.per_node > 1:
         test("node", lambda activities: sums(world, slots, options.timeout))
     test("gpu-aware", lambda activities: gpu_awareness(world, on_gpus))
-    for transport in (probe.WAYS if on_gpus else ("read", "put")) if several else ():
+    for transport in (probe.TRANSPORTS if on_gpus else ("read", "put")) if several else ():
         test("exchange", partial(trials.rates, options, world, test_graph, slots, transport))
     if several:
         test("routes", partial(trials.routes, world, test_graph, slots, options.sizes[0]))

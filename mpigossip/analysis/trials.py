@@ -121,7 +121,12 @@ def _wait(group: Group) -> None:
 
 
 def rates(
-    options, world: World, test_graph: Graph, slots: Sequence[str], way: str, activities: list[str]
+    options,
+    world: World,
+    test_graph: Graph,
+    slots: Sequence[str],
+    transport: str,
+    activities: list[str],
 ) -> Finding:
     """Measure the rate of exchanges by one transport at each size, with all slots and with one.
 
@@ -133,33 +138,33 @@ def rates(
     :param world: all ranks
     :param test_graph: the graph
     :param slots: devices of this rank's slots
-    :param way: name of the transport
+    :param transport: name of the transport
     :param activities: list to which the present activity is added
     """
     room = room_for_messages(world)
     seconds_per_byte = 0.0
     worst = 0.0
     measured: dict[str, float] = {}
-    data: dict[str, Any] = {"way": way, "bytes_per_second": measured}
+    data: dict[str, Any] = {"way": transport, "bytes_per_second": measured}
     shown: list[str] = []
     for size, some in product(options.sizes, dict.fromkeys((tuple(slots), tuple(slots[:1])))):
         name = f"{size / 1e6:,.0f} MB x {len(some)}"
         total = size * len(some)
-        activities.append(f"exchanges of {name} by {way}")
+        activities.append(f"exchanges of {name} by {transport}")
         slow = ROUNDS_TIMED * seconds_per_byte * total > options.timeout / 4
         if slow or world.agree(int(total > room or not _on_gpus_fit(size, some))):
             limit = "a quarter of --timeout" if slow else "half of the memory for eight messages"
             shown.append(f"{name} skipped: it would take more than {limit}")
             continue
         try:
-            spent, off = _timed(world, test_graph, some, size, way, activities)
+            spent, off = _timed(world, test_graph, some, size, transport, activities)
         except TransportUnavailable as error:
-            return Finding("exchange", f"{way}: not proven: {error}", "note", data=data)
+            return Finding("exchange", f"{transport}: not proven: {error}", "note", data=data)
         worst = max(worst, off)
         seconds_per_byte = spent / total
         measured[name] = total / spent
         shown.append(f"{name} {total / spent / 1e9:.2f} GB/s")
-    text = f"{way}: {', '.join(shown)}"
+    text = f"{transport}: {', '.join(shown)}"
     data["error"] = worst
     if worst > ROUNDING:
         return Finding("exchange", text, "wrong", OFF.format(worst), data)
@@ -183,27 +188,29 @@ def _timed(
     test_graph: Graph,
     slots: Sequence[str],
     size: int,
-    way: str,
+    transport: str,
     activities: list[str],
 ) -> tuple[float, float]:
     """Return the seconds per message on the slowest rank, and the largest relative error.
 
     On CPUs, the time of a round is divided by the number of neighbours. The error is not measured
-    on GPUs, and 0. Collective.
+    on GPUs, and 0. The call is collective.
 
     :param world: all ranks
     :param test_graph: the graph
     :param slots: devices of this rank's slots
     :param size: bytes of a message
-    :param way: name of the transport
+    :param transport: name of the transport
     :param activities: list to which the present activity is added
     :raises TransportUnavailable: on all ranks, if a transport between GPUs fails
     """
     widths = (max(size // 4, 1),) * len(slots)
     if slots[0] == "cpu":
         layout = MessageLayout(widths)
-        mixer = open_mixer(test_graph, layout, world, same_host=way)
-        measured = _try_out(world, test_graph, mixer, activities, f"same_host={way}", ROUNDS_TIMED)
+        mixer = open_mixer(test_graph, layout, world, same_host=transport)
+        measured = _try_out(
+            world, test_graph, mixer, activities, f"same_host={transport}", ROUNDS_TIMED
+        )
         spent, error = (world.comm.allreduce(value, MPI.MAX) for value in measured)
         return spent / max(test_graph.degree, 1), error
     layout = MessageLayout(widths, devices=tuple(slots))
@@ -213,12 +220,12 @@ def _timed(
         windows.set_chunk_size(STAGING_BYTES)
         return windows
 
-    return Probe(world.comm, layout, 1, world, on_host).seconds(way), 0.0
+    return Probe(world.comm, layout, 1, world, on_host).seconds(transport), 0.0
 
 
 OFF = (
     "averages have a relative error of {:.1e}: windows of this MPI are not reliable here; try "
-    "another MPI"
+    "another MPI library"
 )
 """Template of the remedy if averages are wrong; the number is the relative error."""
 
@@ -289,7 +296,7 @@ def routes(
     :param activities: list to which the present activity is added
     :param gpus: whether to use the code for GPUs even if the slots are CPUs
     """
-    ways = {
+    transports = {
         r: "read (same host)" if host == world.hosts[world.rank] else "put (another host)"
         for r, host in enumerate(world.hosts)
     }
@@ -300,24 +307,29 @@ def routes(
         width = max(size // 4 // len(slots), 1)
         layout = MessageLayout((width,) * len(slots), devices=tuple(slots))
         mixer = Synchronous(test_graph, layout, world, on_devices=True)
-        ways = mixer.routes
+        transports = mixer.routes
         spent, worst = _try_out(world, test_graph, mixer, activities, "GPU memory")
     rounds = range(min(test_graph.period or ROUNDS, ROUNDS))
     neighbours = {int(r) for t in rounds for r in test_graph.receivers(t, world.rank)}
-    links = [(world.rank, rank, ways[rank]) for rank in sorted(neighbours)]
+    links = [(world.rank, rank, transports[rank]) for rank in sorted(neighbours)]
     gathered = world.gather((links, spent, worst))
     if gathered is None:
         return Finding("routes", "")
     links = [link for part, *_ in gathered for link in part]
     spent, worst = (max(result[k] for result in gathered) for k in (1, 2))
-    counts = Counter(way for *_, way in links)
-    text = "; ".join(f"{pluralize(count, 'link')} by {way}" for way, count in counts.items())
-    data = {"links": [{"from": a, "to": b, "way": way} for a, b, way in links], "error": worst}
+    counts = Counter(transport for *_, transport in links)
+    text = "; ".join(
+        f"{pluralize(count, 'link')} by {transport}" for transport, count in counts.items()
+    )
+    data = {
+        "links": [{"from": a, "to": b, "way": transport} for a, b, transport in links],
+        "error": worst,
+    }
     if spent:
         text += f"; exchanges of {size >> 20} MiB: {spent * 1e3:.1f} ms each"
     if worst > ROUNDING:
         return Finding("routes", text, "wrong", OFF.format(worst), data)
-    if any(way.startswith("host") for way in counts):
+    if any(transport.startswith("host") for transport in counts):
         remedy = "messages of GPU memory pass through host memory"
         return Finding("routes", text, "note", remedy, data)
     return Finding("routes", text, data=data)

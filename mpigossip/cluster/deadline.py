@@ -369,7 +369,7 @@ class Deadline:
 
         The other parameters are parameters of :meth:`wait`.
 
-        :param wait: `waits.Wait` to poll as well, or None
+        :param wait: `waits.Wait`, which is polled, too; None: only the predicate is polled
         :param begin: time at which the wait began, by `time.monotonic`
         :raises WaitTimeoutError: if :func:`judge_wait` ends the wait
         """
@@ -405,7 +405,8 @@ class Deadline:
 
         :param verdict: reasons for which the wait ends
         :param what: beginning of the message
-        :param wait: `waits.Wait`, which describes the fault of other ranks, or None
+        :param wait: `waits.Wait`, which describes the fault of other ranks; None: the message
+            describes no fault
         :param waited: seconds that the wait has lasted
         """
         call = f", in {this_rank.call}, which all ranks have to call" if this_rank.call else ""

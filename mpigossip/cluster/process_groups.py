@@ -182,9 +182,10 @@ def node_group(world: World, backend: str | None, timeout_s: float) -> dist.Proc
         with world.raise_together(JobError):
             if (dist.get_rank(), dist.get_world_size()) != (rank, size):
                 raise JobError(
-                    f"torch.distributed has {dist.get_world_size()} ranks, and this is its rank "
-                    f"{dist.get_rank()}, but its world must be this node, in which this is rank "
-                    f"{rank} of {size}: call world.node_group() instead of init_process_group()"
+                    f"torch.distributed was initialized with {dist.get_world_size()} ranks (here "
+                    f"rank {dist.get_rank()}), but must have the ranks of this node only (here "
+                    f"rank {rank} of {size}): call world.node_group() instead of "
+                    "init_process_group()"
                 )
         same = dist.get_backend() == backend
         return dist.group.WORLD if same else dist.new_group(timeout=limit, backend=backend)

@@ -212,7 +212,10 @@ def _checkpoint_of(path: Path) -> Path:
             f"{path} --out OUT --place P --round R`"
         )
     if damaged or newest is None:
-        problem = f'"{path}" is neither a checkpoint nor a run with one: name another path'
+        problem = (
+            f'"{path}" is neither a checkpoint nor a run with one: name RUN or '
+            "RUN/checkpoints/step-…"
+        )
         problem = (
             f"the newest complete checkpoint is {newest}: name that one" if newest else problem
         )
@@ -255,6 +258,8 @@ def _export_model(options) -> None:
         print_safe(export_round(folder, options.out, options.place, options.round, most))
         return
     if options.round is not None:
-        raise StoreError(f"--round {options.round} needs --place P, the place that trained it")
+        raise StoreError(
+            f"--round {options.round} requires --place P, the place that trained this round"
+        )
     path = _checkpoint_of(options.path)
     print_safe(export(path, options.out, options.node, options.trust_model, most))

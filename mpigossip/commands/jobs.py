@@ -266,7 +266,7 @@ def _venv(folder: Path | None) -> str | None:
     elif not (folder / "bin" / "activate").exists():
         raise JobError(
             f'--venv "{folder}" is not a virtual environment: it has no bin/activate; create one '
-            f"with `python3 -m venv {folder}`, or name another folder"
+            f"with `python3 -m venv {folder}`, or pass another --venv"
         )
     return str(folder.absolute())
 

@@ -261,7 +261,10 @@ def _rounds(text: str) -> tuple[int, int]:
     try:
         rounds = whole(first), whole(last if colon else first)
     except ValueError:
-        raise argparse.ArgumentTypeError(f'"{text}": must be two numbers, such as 10:20') from None
+        raise argparse.ArgumentTypeError(
+            f'"{text}": must be one round, such as 10, or the first and the last round, such as '
+            "10:20"
+        ) from None
     if rounds[1] < rounds[0]:
         raise argparse.ArgumentTypeError(f'"{text}": the first round must come first, as in 10:20')
     return rounds

@@ -156,7 +156,7 @@ def _check_local(
         fitting = [name for name, entry in entries.items() if entry and LOCAL in entry.implies]
         return [
             f'local.name = {show(local)}: "{algorithm}" has its own local step; remove local.name, '
-            f"or choose another algorithm: {', '.join(fitting)}"
+            f"or choose another algorithm.name: {', '.join(fitting)}"
         ]
     if local is None and (spec or is_user_code(str(algorithm))):
         return [

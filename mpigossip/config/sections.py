@@ -137,7 +137,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Section `[model]`: the network; further keys are its options."""
+    """Section `[model]`: the model that is trained; further keys are options of the model."""
 
     name: Text = "mlp"
     """Name of a built-in model, or a custom model as `"package.module:factory"`."""

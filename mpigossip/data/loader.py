@@ -111,7 +111,7 @@ class Loader(contextlib.AbstractContextManager):
         :param workers: number of loading processes; 0: this process loads the samples
         :param timeout_s: seconds that a process may take for a batch
         :param slots: number of slots of a node; None: the number of devices
-        :param local_slots: numbers of the local slots; None: all slots
+        :param local_slots: indices of the local slots; None: all slots
         :param joined: whether batches may be views of one array if that is faster. Sums over such
             batches may be rounded differently
         """

@@ -1,6 +1,6 @@
 """Exchanges of one fragment of the model at a time, which may stay in flight during later steps.
 
-A fragment is a set of columns of the flat parameters, whose rows are local nodes. For the mixer, a
+A fragment is a set of elements of the flat parameters, whose rows are local nodes. For the mixer, a
 fragment is a whole message with fewer columns: they are gathered into a contiguous array before the
 exchange and scattered afterwards. Mixers and wires therefore need no code for fragments. With P
 fragments of equal size, messages need about 1/P of the memory; with fragments of named modules,
@@ -22,13 +22,13 @@ Columns = Sequence[slice]
 
 
 class Fragments(NamedTuple):
-    """Columns of each fragment, the schedule of the exchanges, and their algorithm."""
+    """Elements of each fragment, the schedule of the exchanges, and their algorithm."""
 
     schedule: FragmentSchedule
     cuts: Sequence[Sequence[Columns]]
-    """For each segment and each fragment, its columns."""
+    """For each segment and each fragment, its ranges of elements of x."""
     width: int
-    """Number of columns of a message, which is the number of columns of the largest fragment."""
+    """Number of elements of a message, which is the number of elements of the largest fragment."""
     exchanges: Sequence[Algorithm]
     """For each segment, the algorithm without its local step. Segments have separate ones, because
     an algorithm for a lossy wire may keep the vectors that it sent until it receives.
@@ -38,7 +38,7 @@ class Fragments(NamedTuple):
 
 
 class FragmentArrays(NamedTuple):
-    """Gathered fragment of a segment: arrays (rows, width), with zeros after its last column."""
+    """Gathered fragment of a segment: arrays (rows, width), with zeros after its last element."""
 
     x: torch.Tensor
     state: Any
@@ -168,7 +168,7 @@ class FragmentExchange:
 
         :param needs: nested NamedTuple with these fields, whose tensors are not used
         :param state: state of the algorithm for a segment, which has these fields and others
-        :param columns: columns of the fragment
+        :param columns: ranges of elements of the fragment
         """
         if isinstance(needs, torch.Tensor):
             return self._gather(state, columns)
@@ -179,8 +179,8 @@ class FragmentExchange:
         """Blend the received elements of a fragment into the parameters x of segment k.
 
         :param x: parameters of the segment, (rows, elements)
-        :param k: number of the segment
-        :param fragment: number of the fragment
+        :param k: index of the segment
+        :param fragment: index of the fragment
         :param weight: weight γ of the received elements
         """
         for c in self.fragments.cuts[k][fragment]:
@@ -196,7 +196,7 @@ def _blend(x: torch.Tensor, received: torch.Tensor, weight: float) -> None:
 
 
 def _pair_columns(columns: Columns) -> list[tuple[slice, slice]]:
-    """Return pairs (columns of the gathered fragment, columns of x) with the same elements."""
+    """Return pairs (range of the gathered fragment, range of x) that contain the same elements."""
     pairs = []
     begin = 0
     for c in columns:

@@ -254,9 +254,9 @@ def check_message(
     raises the error. In both cases, the message is not sent.
 
     :param engine: engine that is about to send
-    :param segment: number of the segment
+    :param segment: index of the segment
     :param out: outbox of the segment
-    :param columns: columns of the segment's x that are adjacent in the message
+    :param columns: ranges of elements of the segment's x that the message contains, in this order
     :param now: step that sends the message
     :raises NonFiniteError: if there are such values; the message names their node and parameter
     """
@@ -283,9 +283,9 @@ def reject_non_finite(
 
     :param engine: engine that is about to send
     :param step: number of the step, for the message
-    :param segment: number of the segment
-    :param vectors: arrays (rows, columns of the message), with one row for each local node
-    :param columns: columns of the segment's x that are adjacent in the message
+    :param segment: index of the segment
+    :param vectors: arrays (local nodes, elements of the message)
+    :param columns: ranges of elements of the segment's x that the message contains, in this order
     :param totals: sum of all elements of each vector, (vectors,), on the CPU
     :param array: name of the array of the local step that the vectors contain; "": a message
     :raises NonFiniteError: if there are such elements; the error names the first node that has any,
@@ -309,11 +309,13 @@ def reject_non_finite(
 
 
 def _parameter(vector: Any, segment: int, columns: Sequence[slice], index: int) -> str:
-    """Return the name of the parameter that has an element; "the padding" if no column has it.
+    """Return the name of the parameter to which an element of a message belongs.
+
+    The result is "the padding" if the element comes after the ranges in ``columns``.
 
     :param vector: flat parameters
-    :param segment: number of the segment
-    :param columns: columns of the segment's x that are adjacent in the message
+    :param segment: index of the segment
+    :param columns: ranges of elements of the segment's x that the message contains, in this order
     :param index: index of the element in a vector of the segment's message
     """
     flat = vector.flat

@@ -261,7 +261,7 @@ def flatten(
 
     :param module: module with the parameters
     :param slots: number of slots of the node
-    :param decayed: names of the parameters with weight decay; None: all
+    :param decayed: names of the parameters with weight decay; None: all parameters
     :param types: types that a parameter may have
     :raises JobError: if no parameter requires gradients, or if one that does has another type
     """
@@ -331,10 +331,12 @@ def join_row(
     """Join the shards of one node's array to a packed row; values per row are copied unchanged.
 
     :param parts: array (local nodes, …) of each slot, shaped like x or with values per row
+        (:func:`is_per_row`)
     :param row: index of the local node
     :param flat: layout of the parameters
     :param out: array of an earlier call to overwrite; None: new memory of whole pages
-    :return: array (count,), or the values of the row
+    :return: array (count,) with one value for each element of the flat parameters; if the arrays
+        have values per row, the values of the node
     """
     if is_per_row(parts[0], flat):
         return parts[0][row].cpu().numpy().copy()
@@ -380,12 +382,14 @@ def scatter_row(
 ) -> None:
     """Copy a packed row into its shards; the inverse of :func:`join_row`.
 
-    :param packed: array (count,), or values per row
+    :param packed: array (count,) with one value for each element of the flat parameters, or, if the
+        arrays in ``parts`` have values per row (:func:`is_per_row`), these values of the node
     :param parts: array (local nodes, …) of each shard, to which the values are copied
     :param row: index of the local node
     :param flat: layout of the parameters
-    :param shard_indices: indices of the shards in ``parts``; None: all
-    :raises ValueError: if the packed row has another number of elements than the model
+    :param shard_indices: indices of the shards in ``parts``; None: all shards of the node
+    :raises ValueError: if ``parts`` are shaped like x, and ``packed`` does not have one value for
+        each element of the flat parameters
     """
     values = torch.from_numpy(np.array(packed))
     if is_per_row(parts[0], flat):
@@ -422,10 +426,10 @@ def without_padding(values: torch.Tensor, flat: NodeLayout) -> torch.Tensor:
 def is_per_row(part: torch.Tensor, flat: NodeLayout) -> bool:
     """Return whether an array holds a few values per row: one, or one for each fragment.
 
-    Any other array has the shape of a shard of x, whatever its type. The number of columns tells
-    the two apart: a shard has at least `WIRE_BUCKET` columns, and the values per row are fewer.
+    Any other array has the shape of a shard of x, whatever its type. The second dimension tells the
+    two apart: a shard has at least `WIRE_BUCKET` elements per row, and values per row are fewer.
 
-    :param part: array (local nodes, columns)
+    :param part: array (local nodes, …)
     :param flat: layout of the parameters
     """
     return part.shape[1] != flat.width

@@ -43,8 +43,8 @@ def exponential(n: int, seed: int = 0) -> Graph:
     """Return the static exponential graph, W[i, i] = W[i, i − 2^k] = 1/(τ+1), k = 0 … τ−1.
 
     τ = ⌈log2 n⌉ is the degree. The graph is directed and doubly stochastic, and has period 1. For n
-    > 3, it converges to the average, but does not reach it. The spectral gap is 2/(1+τ) for even n
-    and larger for odd n (Ying et al. 2021, proposition 1).
+    > 3, repeated rounds approach the average, but do not reach it. The spectral gap is 2/(1+τ) for
+    even n and larger for odd n (Ying et al. 2021, proposition 1).
 
     :param n: number of nodes
     :param seed: not used

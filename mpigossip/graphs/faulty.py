@@ -50,9 +50,9 @@ class OnOff:
 
     An item stays off for ``rounds`` consecutive rounds on average. Its state is a Markov chain: in
     each round, the state is drawn again with probability r, and is then off with probability
-    ``share``; otherwise the item keeps its state. r follows from ``rounds`` = 1/(r (1 −
-    share)). ``rounds`` = 0 stands for r = 1, so that the state is drawn again in each round. Any
-    other number below 1/(1 − share) raises GraphError.
+    ``share``; otherwise the item keeps its state. The probability r follows from ``rounds`` =
+    1/(r (1 − share)). ``rounds`` = 0 stands for r = 1, so that the state is drawn again in each
+    round. Any other number below 1/(1 − share) raises GraphError.
 
     ``count`` is the number of items. ``key`` distinguishes the random numbers of these items from
     all others, as in `random_words`.

@@ -104,28 +104,29 @@ def _labels(racks: Sequence[Hashable], n: int) -> np.ndarray:
     return np.array([numbers[rack] for rack in racks])
 
 
-def _improved(counts: Any, label: np.ndarray, places: np.ndarray) -> np.ndarray:
+def _improved(counts: Any, label: np.ndarray, graph_nodes: np.ndarray) -> np.ndarray:
     """Swap the graph nodes of two ranks as long as this reduces the messages between racks.
 
     :param counts: number of messages between each pair of graph nodes, a symmetric csr_array (n, n)
     :param label: number of the rack of each rank, (n,)
-    :param places: graph node of each rank at the start, (n,)
+    :param graph_nodes: graph node of each rank at the start, (n,)
     :return: graph node of each rank, (n,)
     """
-    n = len(places)
+    n = len(graph_nodes)
     rack_of = np.empty(n, np.int64)  # rack of each graph node
-    rack_of[places] = label
+    rack_of[graph_nodes] = label
     for _ in range(max(1, WORK // n**2)):
         gain, p, q = _best_swap(counts, rack_of)
         if gain <= 0:
             break
         rack_of[[p, q]] = rack_of[[q, p]]
     # Within a rack, ranks get graph nodes in ascending order of the nodes that they had before.
-    places = places.copy()
+    graph_nodes = graph_nodes.copy()
     for rack in range(int(label.max()) + 1):
         ranks = np.flatnonzero(label == rack)
-        places[ranks[np.argsort(places[ranks], kind="stable")]] = np.flatnonzero(rack_of == rack)
-    return places
+        ascending = ranks[np.argsort(graph_nodes[ranks], kind="stable")]
+        graph_nodes[ascending] = np.flatnonzero(rack_of == rack)
+    return graph_nodes
 
 
 def _best_swap(counts: Any, rack_of: np.ndarray) -> tuple[float, int, int]:
@@ -169,25 +170,28 @@ def _best_swap(counts: Any, rack_of: np.ndarray) -> tuple[float, int, int]:
     return best
 
 
-def renumbered(graph: Graph, places: Sequence[int] | np.ndarray) -> Graph:
-    """Return the graph whose node i is node ``places[i]`` of the given graph.
+def renumbered(graph: Graph, graph_nodes: Sequence[int] | np.ndarray) -> Graph:
+    """Return the graph whose node i is node ``graph_nodes[i]`` of the given graph.
 
-    :raises GraphError: if the rounds of the graph are drawn, and ``places`` is not 0 … n−1
+    :param graph: graph to renumber
+    :param graph_nodes: the n nodes of ``graph``, each once, in their new order
+    :raises GraphError: if the rounds of the graph are drawn at random, and ``graph_nodes`` changes
+        the order of the nodes
     """
-    where = np.asarray(places, np.int64)
-    if np.array_equal(where, np.arange(graph.n)):
+    given_nodes = np.asarray(graph_nodes, np.int64)
+    if np.array_equal(given_nodes, np.arange(graph.n)):
         return graph
-    node_at = np.argsort(where)
+    node_at = np.argsort(given_nodes)
 
     def change(r: Round) -> Round:
         edges = as_sparse(r)
         to = node_at[edges.edge_receivers]
         source = node_at[edges.indices]
-        return SparseMatrix.from_edges(graph.n, to, source, edges.weights, edges.own[where])
+        return SparseMatrix.from_edges(graph.n, to, source, edges.weights, edges.own[given_nodes])
 
     if isinstance(graph.schedule, Drawn):
         raise GraphError(
-            f'graph "{graph.name}" is drawn again in each round, so it can\'t be renumbered; use '
-            "it with the order of the ranks"
+            f'renumbered: the rounds of graph "{graph.name}" are drawn at random, so its nodes '
+            f"can't be renumbered: pass graph_nodes=range({graph.n}), or choose another graph"
         )
     return replace(graph, schedule=graph.schedule.mapped(change))

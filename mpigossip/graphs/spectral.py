@@ -172,9 +172,9 @@ def _radius_arnoldi(product: list[Round]) -> float:
 
 
 def unreached(graph: Graph) -> tuple[int, int] | None:
-    """Return a pair of nodes (j, i) such that no message from j ever reaches i, or None.
+    """Return a pair of nodes (j, i) such that no message from j ever reaches i.
 
-    None means that the graph is connected (strongly connected, if edges are directed). Messages
+    The result is None if the graph is connected (strongly, if edges are directed). Messages
     travel along the edges of all rounds of a period, or of the first few rounds of a drawn graph.
     """
     rounds = list(graph.schedule.rounds)
@@ -261,9 +261,9 @@ def residues(graph: Graph, rounds: int, start: int = 0) -> np.ndarray:
 
 
 def rounds_to_exact(graph: Graph, start: int = 0, limit: int | None = None) -> int | None:
-    """Return the smallest number of rounds that compute the exact average, or None.
+    """Return the smallest number of rounds that compute the exact average.
 
-    None means that no number up to ``limit`` does, so that the graph probably only converges.
+    The result is None if no number up to ``limit`` does, so that the graph probably only converges.
 
     EXACT and BEFORE describe how the exact average is distinguished from convergence to it.
 
@@ -293,9 +293,10 @@ def _first_exact(sizes: np.ndarray) -> int | None:
 
 
 def _exact_after(product: list[Round]) -> int | None:
-    """Return the number of rounds after which their product is the exact average, or None.
+    """Return the number of rounds after which their product is the exact average.
 
-    The product is tested on random vectors, on which a wrong result has probability zero.
+    The result is None if there is no such number. The product is tested on random vectors, on which
+    a wrong result has probability zero.
     """
     x = np.random.default_rng(0).standard_normal((product[0].n, 4))
     mean = x.mean(axis=0)

@@ -262,7 +262,10 @@ def vectors_per_round(graph: Graph) -> float:
 
 
 def describe(graph: Graph) -> dict[str, object]:
-    """Return facts of a graph for `mpigossip graph show`; a value is None if it is undefined."""
+    """Return facts about a graph, by name, for `mpigossip graph show`.
+
+    A value is None if it is undefined.
+    """
     exact = spectral.rounds_to_exact(graph)
     rate = spectral.consensus_rate(graph)
     iid, non_iid = _transient(graph.n, _gap(exact, rate))

@@ -54,7 +54,7 @@ def _round(network: Any, weights: str | None, order: Sequence[object]) -> Round:
             values = np.array(list(weight_of.values()), np.float64)
         except (TypeError, ValueError) as error:
             raise GraphError(
-                f'the "weight" of an edge must be a number: {error}; correct it'
+                f'the "weight" of an edge must be a number: {error}; set it to a number such as 0.5'
             ) from None
         return SparseMatrix.from_edges(n, to, source, values)
     chosen = weights or ("uniform" if network.is_directed() else "metropolis-hastings")
@@ -136,8 +136,8 @@ def from_value(value: Any) -> Graph:
     if isinstance(value, np.ndarray | list | tuple):
         return from_sequence([value] if getattr(value, "ndim", 3) == 2 else list(value))
     raise GraphError(
-        f"a {type(value).__name__} is not a graph: give a matrix, a networkx graph, or a list of "
-        "either"
+        f"graph: a {type(value).__name__} is not a graph: give a matrix, a networkx graph, a list "
+        "of matrices, or a list of networkx graphs"
     )
 
 

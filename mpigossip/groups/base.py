@@ -150,8 +150,8 @@ def shard_views(
     """Return for each slot its shard, as a view (rows, P/segments) of the slot's array in ``full``.
 
     :param full: for each slot an array (rows, P)
-    :param segments: number of shards; 1 if slot 0 has all columns; None: one shard for each slot
-    :param local: shards of this process; None: all
+    :param segments: number of shards; 1 if slot 0 has all elements; None: one shard for each slot
+    :param local: shards of this process; None: all shards
     """
     segments = len(full) if segments is None else segments
     local = range(segments) if local is None else local

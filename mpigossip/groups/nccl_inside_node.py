@@ -172,16 +172,16 @@ class TorchGroup:
         """Allocate the memory of :meth:`start_mean`, whose earlier calls must have finished.
 
         :param rows: number of rows
-        :param columns: largest number of columns of a call
+        :param columns: largest number of elements per row of a call
         """
         self._reserve(rows, columns // self.slots)
 
     @profiled("sum inside the node")
     def start_mean(self, full: Sequence[torch.Tensor], columns: slice) -> None:
-        """Start to average columns of ``full`` over all slots, while the current stream continues.
+        """Start to average a range of elements over all slots; the current stream continues.
 
         Slot s averages the s-th of L equal pieces of the columns, as `reduce_scatter_mean` does,
-        and sends the mean to the slots whose shards contain it. All ranks start the same columns in
+        and sends the mean to the slots whose shards contain it. All ranks start the same ranges in
         the same order, and call :meth:`finish_means` before the next call of another method. The
         columns must not be accessed until then. Call :meth:`reserve` before. This rank does not
         wait for the others here. As at the barriers of other calls, a rank may be late by twice the
@@ -285,7 +285,7 @@ class TorchGroup:
         objects of each range, for :meth:`finish_gather`.
 
         :param full: array (rows, P) of the only local slot, which contains its shard
-        :param ranges: ranges of columns, in the order in which they are gathered
+        :param ranges: ranges of elements, in the order in which they are gathered
         :raises GroupError: if the transfers fail
         """
         self._call = "all-gather over the node's slots"
@@ -308,7 +308,7 @@ class TorchGroup:
                 self._wait(0, work)
 
     def _start_broadcasts(self, array: torch.Tensor, columns: slice) -> list[Any]:
-        """Start to copy some columns (rows, …) from the slots whose shards contain them."""
+        """Start to copy a range of elements from the slots whose shards contain these elements."""
         width = array.shape[1] // self.slots
         works = []
         for owner in range(columns.start // width, (columns.stop - 1) // width + 1):
@@ -367,7 +367,7 @@ class TorchGroup:
 
         :param k: index of the slot among the local slots
         :param row: whole array of this slot, (P,)
-        :param columns: columns of a shard that the sum bucket contains
+        :param columns: range of elements of a shard that the sum bucket contains
         :param received: memory for the sum bucket of each slot, (slots, columns)
         :param out: shard of this slot, (P/slots,), which is a part of ``row``
         """
@@ -392,7 +392,7 @@ class TorchGroup:
         return sum_bucket
 
     def _bucket_width(self, width: int) -> int:
-        """Return the number of columns that a sum bucket contains, for a shard of ``width``."""
+        """Return how many elements of a shard, which has ``width``, a sum bucket contains."""
         whole = SUM_BUCKET // self.slots // SUM_BUCKET_ALIGN * SUM_BUCKET_ALIGN
         return min(width, max(SUM_BUCKET_ALIGN, whole))
 
@@ -402,7 +402,7 @@ class TorchGroup:
         An allocation may wait for the device, and therefore for calls of other slots.
 
         :param rows: number of rows of a shard
-        :param width: number of columns of a shard
+        :param width: number of elements of a shard
         """
         step = self._bucket_width(width)
         buckets = rows * -(-width // step) if step else 0

@@ -186,7 +186,7 @@ class RankGroup:
 
     @profiled("sum inside the node")
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Let each slot average its columns over all slots, and write them to its own array."""
+        """Let each slot average its shard over all slots, and write the result to its own array."""
         all_arrays = self._all(full)
         self.barrier.wait("the slots' gradients")  # until all of them are complete
         columns = [array.chunk(self.slots, dim=1) for array in all_arrays]

@@ -160,7 +160,7 @@ class ThreadGroup(Group):
 
     @profiled("sum inside the node")
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Let each slot average its columns over all slots, and write them to slot 0's array."""
+        """Let each slot average its shard over all slots, and write it to slot 0's array."""
         columns = [array.chunk(self.slots, dim=1) for array in full]
         weights = [1 / self.slots] * self.slots
 

@@ -393,7 +393,7 @@ class FolderExchange:
         return self._read_states.get(version) if all(was_read for was_read, *_ in answers) else None
 
     def open_model(self, version: Round, failures: list[Exception] | None) -> Any:
-        """Return this rank's part of a model, or None, as :func:`read_model` does."""
+        """Return this rank's part of a model; None, as in :func:`read_model`, if it is unusable."""
         return read_model(self.place, version, failures, self.ranks.part)
 
     def _read_part(self, command: Any) -> Any:
@@ -516,7 +516,10 @@ class FolderExchange:
                 time.sleep(self.poll_s)
 
     def _is_replaced(self, version: Round) -> bool:
-        """Return whether the place of ``version`` is not closed, but has removed this model."""
+        """Return whether a file of this model was removed, although its place is not closed.
+
+        :param version: record of the round that published the model
+        """
         listed = all(self.place.disk.exists(f"models/{shard.file}") for shard in version.files)
         return not listed and self.place.refresh(version.place).closed is None
 

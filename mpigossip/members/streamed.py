@@ -277,7 +277,7 @@ class StreamedExchange(FolderExchange):
         return source.nbytes
 
     def _write_pieces(self, draft: Round, source: PartSource) -> WrittenPart | Exception:
-        """Write this rank's part; return the exception if that fails. Collective.
+        """Write this rank's part; return the exception if that fails; collective.
 
         :raises TimeoutError: if another rank does not send its elements
         """

@@ -242,7 +242,7 @@ class Mixer:
 
         :param kind: kind of the exchange that follows
         :param t: number of the graph's round
-        :param segment: number of the segment that is checked
+        :param segment: index of the segment that is checked
         :param totals: values on the segment's device, computed on its current stream
         :param check: function of ``totals`` on the CPU, which raises an error for a wrong message;
             :meth:`finish` raises this error

@@ -145,11 +145,11 @@ def average_message(
     return waited
 
 
-def average_codes(
+def average_encoded(
     layout: MessageLayout,
     rank: int,
     own: Arrays,
-    all_codes: Arrays,
+    all_encoded: Arrays,
     out: MessageArrays,
     result: MessageArrays,
     swap: Swap,
@@ -162,18 +162,18 @@ def average_codes(
     :param layout: layout of the messages
     :param rank: number of this rank
     :param own: for each slot, the encoded message of this rank, uint8
-    :param all_codes: for each slot, an array (n, bytes) that receives the message of each rank; the
-        row of this rank is not used
+    :param all_encoded: for each slot, an array (n, bytes) that receives the message of each rank;
+        the row of this rank is not used
     :param out: values to which the message of this rank decodes
     :param result: arrays for the average
     :param swap: function that sends arrays to other ranks and receives theirs
     :param on: function of a slot that returns the context in which its sums are launched
     """
-    n = len(all_codes[0])
+    n = len(all_encoded[0])
     keys = [(j, s) for s in range(len(own)) for j in range(n) if j != rank]
-    waited = swap({(j, s): own[s] for j, s in keys}, {(j, s): all_codes[s][j] for j, s in keys})
-    for s, codes in enumerate(all_codes):
-        sources = [out[s] if j == rank else codes[j] for j in range(n)]
+    waited = swap({(j, s): own[s] for j, s in keys}, {(j, s): all_encoded[s][j] for j, s in keys})
+    for s, encoded in enumerate(all_encoded):
+        sources = [out[s] if j == rank else encoded[j] for j in range(n)]
         with on(s):
             sum_messages(layout, [1 / n] * n, sources, result[s], layout.fields)
     return waited

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from mpigossip.cluster.collectives import close_window, open_shared, round_up_to_pages
 from mpigossip.mixing.base import MessageArrays, MessageLayout
 from mpigossip.mixing.combine import Source, sum_messages, weighted_sum
-from mpigossip.mixing.exact_average import average_codes, average_message
+from mpigossip.mixing.exact_average import average_encoded, average_message
 from mpigossip.mixing.notifications import DONE, HALF, READY, REDUCED, Notifications
 from mpigossip.mixing.plan import MessageChunk
 from mpigossip.mixing.transports import Transport
@@ -218,7 +218,7 @@ class HostBuffers:
 
     The outbox ``own`` holds the values that this rank sums, and that other ranks of this host may
     read in place. The transport sends ``sent``, which is the outbox itself or, with a lossy wire,
-    the encoded message ``codes``. :func:`host_buffers` chooses the memory.
+    the encoded message ``encoded``. :func:`host_buffers` chooses the memory.
     """
 
     def __init__(
@@ -254,8 +254,8 @@ class HostBuffers:
         self._segments: dict[int, MessageArrays] = {}
         self.own = own
         self._by_slot = own.split(layout.slot_bytes)
-        self.codes = None if encoded is None else list(encoded.split(layout.slot_sent_bytes))
-        self.sent = self.codes or list(self._by_slot)
+        self.encoded = None if encoded is None else list(encoded.split(layout.slot_sent_bytes))
+        self.sent = self.encoded or list(self._by_slot)
         self.out: MessageArrays = self.segments(own)
         self.result: MessageArrays = self.out
 
@@ -294,14 +294,14 @@ class HostBuffers:
         is an average. Otherwise, :meth:`prepare` encodes the message chunk by chunk.
         """
         if (self._is_shared or average) and not self._layout.wire.exact:
-            encode(self._layout, self.out, [self._rank], number, self.codes)
+            encode(self._layout, self.out, [self._rank], number, self.encoded)
 
     def stage(self, chunk: MessageChunk) -> None:
         """Do nothing: the message is in host memory."""
 
     def prepare(self, number: int, chunk: MessageChunk) -> list[torch.Tensor]:
-        if self.codes and not self._is_shared:
-            encode(self._layout, self.out, [self._rank], number, self.codes, chunk.fields)
+        if self.encoded and not self._is_shared:
+            encode(self._layout, self.out, [self._rank], number, self.encoded, chunk.fields)
         return self.sent
 
     def add(
@@ -316,7 +316,7 @@ class HostBuffers:
         If messages are not encoded, and no neighbour on this host is read in place, the sum is
         written over the message of the first in-neighbour, unless ``into`` is given.
         """
-        if not self.codes:
+        if not self.encoded:
             received = [[self._source(message) for message in messages] for messages in received]
         if into is not None:
             self.result = into
@@ -341,11 +341,11 @@ class HostBuffers:
         n = self._n
         self.result = self.segments(self.memory)
         result = self.memory.split(layout.slot_bytes)
-        if self.codes is None or n * layout.sent_bytes >= 2 * layout.nbytes:
+        if self.encoded is None or n * layout.sent_bytes >= 2 * layout.nbytes:
             return average_message(layout, rank, n, self._by_slot, result, transport.swap)
-        all_codes = torch.empty(layout.slots, n, layout.slot_sent_bytes, dtype=torch.uint8)
-        arguments = self.codes, list(all_codes), self.out, self.result
-        return average_codes(layout, rank, *arguments, transport.swap)
+        all_encoded = torch.empty(layout.slots, n, layout.slot_sent_bytes, dtype=torch.uint8)
+        arguments = self.encoded, list(all_encoded), self.out, self.result
+        return average_encoded(layout, rank, *arguments, transport.swap)
 
     def record_reader(self) -> None:
         """Do nothing: there are no streams."""
@@ -359,7 +359,7 @@ class HostBuffers:
         self.out = []
         self.result = []
         self.sent = []
-        self.codes = self._shared_result = None
+        self.encoded = self._shared_result = None
         del self.own, self._by_slot
         self.__dict__.pop("memory", None)
 
@@ -374,16 +374,16 @@ def host_buffers(
     """Return the buffers of a rank, in memory that depends on the case.
 
     ============= ================ ================ =============== ======================
-    case          ``own``          ``codes``        ``sent``        sum of a GOSSIP round
+    case          ``own``          ``encoded``      ``sent``        sum of a GOSSIP round
     ============= ================ ================ =============== ======================
     shared exact  shared outbox    none             own             shared result
-    shared lossy  shared outbox    transport or new codes           shared result
+    shared lossy  shared outbox    transport or new encoded         shared result
     private exact transport or new none             own             first inbox, if any
-    private lossy new              transport or new codes           new
+    private lossy new              transport or new encoded         new
     ============= ================ ================ =============== ======================
 
     "transport" is ``transport.outbox``, from which it sends fastest; if it is None, the memory is
-    new. If all ranks share memory, there is no transport, and no ``codes`` either.
+    new. If all ranks share memory, there is no transport, and no ``encoded`` either.
 
     :param layout: layout of the message
     :param rank: number of this rank
@@ -409,7 +409,7 @@ def _shared_exact(layout: MessageLayout, rank: int, n: int, shared: SharedOutbox
 def _shared_lossy(
     layout: MessageLayout, rank: int, n: int, shared: SharedOutboxes, transport: Transport | None
 ) -> HostBuffers:
-    """Return buffers whose decoded values are read on this host; other hosts get ``codes``."""
+    """Return buffers whose decoded values are read on this host; other hosts get ``encoded``."""
     encoded = _memory_to_send(transport, layout.sent_bytes).zero_() if transport else None
     return HostBuffers(layout, rank, n, shared.own, encoded=encoded, shared_result=shared.result)
 

@@ -23,8 +23,8 @@ def bf16() -> Wire:
         buckets.copy_(codes)
         return [codes.view(torch.uint8)]
 
-    def decode(codes, out: torch.Tensor) -> None:
-        out.copy_(codes[0].view(torch.bfloat16))
+    def decode(encoded, out: torch.Tensor) -> None:
+        out.copy_(encoded[0].view(torch.bfloat16))
 
     return Wire("bf16", (2 * WIRE_BUCKET,), encode, decode, cast=torch.bfloat16)
 
@@ -54,9 +54,9 @@ def qsgd(levels: int, seed: int) -> Wire:
         codes = level.add_(levels).to(torch.uint8)
         return [scale.view(torch.uint8), pack_bits(codes, bits)]
 
-    def decode(codes, out: torch.Tensor) -> None:
-        out.copy_(unpack_bits(codes[1], bits, WIRE_BUCKET))
-        out.sub_(levels).mul_(codes[0].view(torch.float32) / levels)
+    def decode(encoded, out: torch.Tensor) -> None:
+        out.copy_(unpack_bits(encoded[1], bits, WIRE_BUCKET))
+        out.sub_(levels).mul_(encoded[0].view(torch.float32) / levels)
 
     return Wire("qsgd", (4, WIRE_BUCKET * bits // 8), encode, decode, seed)
 
@@ -116,8 +116,8 @@ def fp4(seed: int) -> Wire:
         level(codes, buckets).mul_(scale)
         return [scale.view(torch.uint8), pack_bits(codes, 4)]
 
-    def decode(codes, out: torch.Tensor) -> None:
-        level(unpack_bits(codes[1], 4, WIRE_BUCKET), out).mul_(codes[0].view(torch.float32))
+    def decode(encoded, out: torch.Tensor) -> None:
+        level(unpack_bits(encoded[1], 4, WIRE_BUCKET), out).mul_(encoded[0].view(torch.float32))
 
     return Wire("fp4", (4, WIRE_BUCKET // 2), encode, decode, seed)
 
@@ -151,12 +151,12 @@ def sign() -> Wire:
         both = torch.cat([bits.flatten(1), (used == ALIGN).flatten(1)], dim=1)
         return [scale.view(torch.uint8), pack_bits(both.to(torch.uint8), 1)]
 
-    def decode(codes, out: torch.Tensor) -> None:
-        both = unpack_bits(codes[1], 1, WIRE_BUCKET + WIRE_BUCKET // ALIGN).bool()
+    def decode(encoded, out: torch.Tensor) -> None:
+        both = unpack_bits(encoded[1], 1, WIRE_BUCKET + WIRE_BUCKET // ALIGN).bool()
         bits = both[:, :WIRE_BUCKET].reshape(len(out), -1, ALIGN)
         full = both[:, WIRE_BUCKET:].unsqueeze(2)
         last = (_ordinal(out) * bits).amax(dim=2, keepdim=True)
-        spread(bits, torch.where(full, ALIGN, last - 1), codes[0].view(torch.float32), out)
+        spread(bits, torch.where(full, ALIGN, last - 1), encoded[0].view(torch.float32), out)
 
     return Wire("sign", (4, (WIRE_BUCKET + WIRE_BUCKET // ALIGN) // 8), encode, decode, biased=True)
 
@@ -208,8 +208,8 @@ def top_k(density: float) -> Wire:
         buckets.zero_().scatter_(1, order, values)
         return [values.view(torch.uint8), *_encode_positions(order)]
 
-    def decode(codes, out: torch.Tensor) -> None:
-        out.zero_().scatter_(1, _decode_positions(*codes[1:]), codes[0].view(torch.float32))
+    def decode(encoded, out: torch.Tensor) -> None:
+        out.zero_().scatter_(1, _decode_positions(*encoded[1:]), encoded[0].view(torch.float32))
 
     return Wire("top-k", (4 * k, 2, k), encode, decode, biased=True)
 
@@ -239,8 +239,8 @@ def top_k_int2(density: float) -> Wire:
         first, low = _encode_positions(order)
         return [scale.view(torch.uint8), first, pack_bits(level, 2), low]
 
-    def decode(codes, out: torch.Tensor) -> None:
-        scale, first, level, low = codes
+    def decode(encoded, out: torch.Tensor) -> None:
+        scale, first, level, low = encoded
         spread(
             _decode_positions(first, low), unpack_bits(level, 2, k), scale.view(torch.float32), out
         )
@@ -270,8 +270,8 @@ def random_k(density: float, seed: int) -> Wire:
         buckets.zero_().scatter_(1, chosen, values)
         return [values.view(torch.uint8), start]
 
-    def decode(codes, out: torch.Tensor) -> None:
-        out.zero_().scatter_(1, positions(codes[1]), codes[0].view(torch.float32))
+    def decode(encoded, out: torch.Tensor) -> None:
+        out.zero_().scatter_(1, positions(encoded[1]), encoded[0].view(torch.float32))
 
     return Wire("random-k", (4 * k, 4), encode, decode, seed, biased=True)
 

@@ -20,9 +20,9 @@ WIRE_BUCKET = 512
 """Number of elements that a lossy wire encodes together. Texts about wires call them a bucket; this
 is not a `ParameterBucket`. The width of a shard is a multiple of it."""
 CHUNK = 1 << 18
-"""Number of elements whose codes are contiguous in an encoded vector, so that it can be sent and
-decoded chunk by chunk. It is a multiple of 4096, so that the size of a chunk is a multiple of 8
-bytes."""
+"""Number of elements whose encoded values are contiguous in an encoded vector, so that it can be
+sent and decoded chunk by chunk. It is a multiple of 4096, so that the size of a chunk is a multiple
+of 8 bytes."""
 CHUNKS_ON_GPU = 16
 """Number of chunks that a GPU encodes or decodes at once. Each operation on them takes one launch;
 the arrays of the operations take 16 MiB each."""
@@ -37,14 +37,14 @@ class Wire(NamedTuple):
     """Encoding of float32 vectors that consist of whole buckets of 512 elements.
 
     ``encode(buckets, random)`` quantizes buckets (b, 512) in place to the values that receivers
-    will decode, and returns their codes, a list of uint8 arrays (b, …). ``random`` draws random
-    numbers for these buckets (:class:`BucketRandom`). ``decode(codes, out)`` writes the quantized
-    values to ``out`` (b, 512).
+    will decode, and returns the encoded buckets, a list of uint8 arrays (b, …). ``random`` draws
+    random numbers for these buckets (:class:`BucketRandom`). ``decode(encoded, out)`` writes the
+    quantized values to ``out`` (b, 512).
     """
 
     name: str
     sizes: tuple[int, ...]
-    """Bytes per bucket of each array of codes; empty: messages are not encoded."""
+    """Bytes per bucket of each array of an encoded bucket; empty: messages are not encoded."""
     encode: Callable
     decode: Callable
     seed: int = 0
@@ -55,7 +55,7 @@ class Wire(NamedTuple):
     shared: bool = False
     """True if all nodes draw the same random numbers, so that all omit the same values."""
     cast: torch.dtype | None = None
-    """Type whose values are the codes: a conversion to it encodes a vector of any length."""
+    """Type of encoded values: a conversion to it encodes a vector of any length."""
 
     @property
     def exact(self) -> bool:
@@ -74,7 +74,7 @@ class Wire(NamedTuple):
         return -(-sum(self.sizes) * (width // WIRE_BUCKET) // 8) * 8
 
     def pack(self, values: torch.Tensor, key: tuple[int, ...], first: int) -> list[torch.Tensor]:
-        """Quantize a part of a vector in place, and return its codes.
+        """Quantize a part of a vector in place, and return it encoded.
 
         :param values: elements to quantize, whole buckets, (width,)
         :param key: numbers of the exchange, the node and the vector, which determine the random
@@ -88,21 +88,21 @@ class Wire(NamedTuple):
         return self.encode(buckets, BucketRandom(seeds, first, len(buckets), values.device))
 
     def write(
-        self, values: torch.Tensor, key: tuple[int, ...], first: int, codes: torch.Tensor | None
+        self, values: torch.Tensor, key: tuple[int, ...], first: int, encoded: torch.Tensor | None
     ) -> None:
         """Quantize a part of a vector in place, chunk by chunk, by :meth:`pack`.
 
         :param values: elements to quantize, (width,)
         :param key: as in :meth:`pack`
         :param first: position of the first element in the vector
-        :param codes: memory for the codes, uint8; None: only quantize
+        :param encoded: memory for the encoded part, uint8; None: only quantize
         """
         if self.cast is not None and values.is_cuda:
             # Two operations for the whole vector. On a CPU, chunks that fit its cache are faster.
-            if codes is None:
+            if encoded is None:
                 target = torch.empty_like(values, dtype=self.cast)
             else:
-                target = codes[: self.nbytes(values.numel())].view(self.cast)
+                target = encoded[: self.nbytes(values.numel())].view(self.cast)
             target.copy_(values)
             values.copy_(target)
             return
@@ -110,25 +110,25 @@ class Wire(NamedTuple):
         end_of_blocks = 0
         if values.is_cuda:
             end_of_blocks = width // CHUNK * CHUNK
-            self._write_blocks(values[:end_of_blocks], key, first, codes)
+            self._write_blocks(values[:end_of_blocks], key, first, encoded)
         offset = self.nbytes(end_of_blocks)
         for begin in range(end_of_blocks, width, CHUNK):
             for array in self.pack(values[begin : begin + CHUNK], key, first + begin):
-                if codes is not None:
-                    codes[offset : offset + array.numel()].copy_(array.reshape(-1))
+                if encoded is not None:
+                    encoded[offset : offset + array.numel()].copy_(array.reshape(-1))
                 offset += array.numel()
 
     def _write_blocks(
-        self, values: torch.Tensor, key: tuple[int, ...], first: int, codes: torch.Tensor | None
+        self, values: torch.Tensor, key: tuple[int, ...], first: int, encoded: torch.Tensor | None
     ) -> None:
         """Quantize whole chunks in place, several at once, by the parameters of :meth:`write`."""
         block = CHUNKS_ON_GPU * CHUNK
         for begin in range(0, values.numel(), block):
             part = values[begin : begin + block]
             arrays = self.pack(part, key, first + begin)
-            if codes is None:
+            if encoded is None:
                 continue
-            chunks = self._chunks(codes, begin, part.numel() // CHUNK)
+            chunks = self._chunks(encoded, begin, part.numel() // CHUNK)
             offset = 0
             for array in arrays:
                 rows = array.reshape(len(chunks), -1)
@@ -136,7 +136,7 @@ class Wire(NamedTuple):
                 offset += rows.shape[1]
 
     def _chunks(self, message: torch.Tensor, begin: int, count: int) -> torch.Tensor:
-        """Return the codes of ``count`` whole chunks, one chunk per row, as a view of a message.
+        """Return ``count`` encoded chunks, one chunk per row, as a view of a message.
 
         ``begin`` is the first element of the first chunk.
         """
@@ -182,28 +182,28 @@ class Wire(NamedTuple):
         for begin in range(part.start, part.stop, block):
             end = min(begin + block, part.stop)
             chunks = self._chunks(message, begin, (end - begin) // CHUNK)
-            codes = []
+            encoded = []
             offset = 0
             for size in self.sizes:
                 of_chunk = size * CHUNK // WIRE_BUCKET
-                codes.append(chunks[:, offset : offset + of_chunk].reshape(-1, size))
+                encoded.append(chunks[:, offset : offset + of_chunk].reshape(-1, size))
                 offset += of_chunk
-            self.decode(codes, out[begin - part.start : end - part.start].view(-1, WIRE_BUCKET))
+            self.decode(encoded, out[begin - part.start : end - part.start].view(-1, WIRE_BUCKET))
 
     def _unpack_chunk(
         self, message: torch.Tensor, width: int, part: slice, out: torch.Tensor
     ) -> None:
         total = width // WIRE_BUCKET
-        codes = []
+        encoded = []
         offset = 0
         begin = part.start // WIRE_BUCKET
         end = part.stop // WIRE_BUCKET
         for size in self.sizes:
-            codes.append(
+            encoded.append(
                 message[offset + begin * size : offset + end * size].view(end - begin, size)
             )
             offset += total * size
-        self.decode(codes, out.view(-1, WIRE_BUCKET))
+        self.decode(encoded, out.view(-1, WIRE_BUCKET))
 
 
 def draw(key: tuple[int, ...], first: int, buckets: int, count: int) -> np.ndarray:
@@ -264,25 +264,25 @@ class BucketRandom(NamedTuple):
         return words.view(self.buckets, count)
 
 
-FP32 = Wire("fp32", (), lambda buckets, words: [], lambda codes, out: None)
+FP32 = Wire("fp32", (), lambda buckets, words: [], lambda encoded, out: None)
 """Wire that sends messages without encoding them."""
 
 
 def encode(
-    layout, segments, nodes, exchange: int, codes=None, fields: Sequence[Field] | None = None
+    layout, segments, nodes, exchange: int, encoded=None, fields: Sequence[Field] | None = None
 ) -> None:
-    """Quantize messages in place and write their codes; scalars are not changed.
+    """Quantize messages in place and write the encoded messages; scalars are not changed.
 
     :param layout: layout of the messages
     :param segments: for each slot, the vectors and scalars, with one row for each node
     :param nodes: numbers of the nodes
     :param exchange: number of the exchange, which determines the random numbers
-    :param codes: memory for the encoded message of a single node, for each slot an uint8 array;
+    :param encoded: memory for the encoded message of a single node, for each slot an uint8 array;
         None: only quantize
     :param fields: part of the message to encode, in whole chunks; None: all of it
     """
     for slot, arrays in enumerate(segments):
-        message = None if codes is None else codes[slot]
+        message = None if encoded is None else encoded[slot]
         encode_slot(layout, slot, arrays, nodes, exchange, message, fields)
 
 
@@ -292,45 +292,47 @@ def encode_slot(
     arrays,
     nodes,
     exchange: int,
-    codes: torch.Tensor | None,
+    encoded: torch.Tensor | None,
     fields: Sequence[Field] | None = None,
 ) -> None:
     """Encode the message of one slot; :func:`encode` describes the other parameters.
 
     :param slot: index of the slot
     :param arrays: vectors and scalars of the slot, with one row for each node
-    :param codes: memory for the encoded message of the slot, uint8; None: only quantize
+    :param encoded: memory for the encoded message of the slot, uint8; None: only quantize
     """
     for field, columns in layout.fields if fields is None else fields:
         offset = layout.offset(field)
         if field < layout.vectors:
-            target = None if codes is None else codes[offset + layout.wire.nbytes(columns.start) :]
+            target = (
+                None if encoded is None else encoded[offset + layout.wire.nbytes(columns.start) :]
+            )
             first = layout.begin(slot) + columns.start
             for row, node in enumerate(nodes):
                 values = arrays[field][row, columns]
                 layout.wire.write(values, (exchange, node, field), first, target)
-        elif codes is not None:
-            codes[offset : offset + 8].view(torch.float64).copy_(arrays[field][0])
+        elif encoded is not None:
+            encoded[offset : offset + 8].view(torch.float64).copy_(arrays[field][0])
 
 
-def decode(layout, codes: torch.Tensor, field: int, columns: slice) -> torch.Tensor:
+def decode(layout, encoded: torch.Tensor, field: int, columns: slice) -> torch.Tensor:
     """Return the decoded elements of a vector, or a scalar, as an array (1, p).
 
     On GPUs, the elements of the wire "bf16" are returned as bfloat16, because the kernel that sums
     them converts them to float32.
 
     :param layout: layout of the message
-    :param codes: encoded message of a slot, uint8
+    :param encoded: encoded message of a slot, uint8
     :param field: index of the vector; scalars are counted after all vectors
     :param columns: range of elements of the vector, whole buckets
     """
     offset = layout.offset(field)
     if field >= layout.vectors:
-        return codes[offset : offset + 8].view(torch.float64).view(1, 1)
-    if codes.is_cuda and layout.wire.name == "bf16":
-        return codes[offset + 2 * columns.start : offset + 2 * columns.stop].view(torch.bfloat16)[
+        return encoded[offset : offset + 8].view(torch.float64).view(1, 1)
+    if encoded.is_cuda and layout.wire.name == "bf16":
+        return encoded[offset + 2 * columns.start : offset + 2 * columns.stop].view(torch.bfloat16)[
             None
         ]
-    out = torch.empty(1, columns.stop - columns.start, device=codes.device)
-    layout.wire.unpack(codes[offset:], layout.widths[0], columns, out)
+    out = torch.empty(1, columns.stop - columns.start, device=encoded.device)
+    layout.wire.unpack(encoded[offset:], layout.widths[0], columns, out)
     return out

@@ -21,7 +21,7 @@ def image_shape(shape: Shape, name: str, smallest: int) -> Shape:
         raise JobError(
             f'model.name = "{name}" takes images of (channels, height, width) with at least '
             f"{smallest}x{smallest} pixels, but samples have the shape {shape}; choose another "
-            "model, or set data.image_size"
+            "model.name, or set data.image_size"
         )
     return shape
 

@@ -80,9 +80,10 @@ class Gossip(torch.optim.Optimizer):
     optimizer skips parameters without a gradient. Algorithms that exchange gradients, such as
     "parallel", "dsgt" and "momentum-tracking", treat a missing one as zero.
 
-    Besides what a job rejects, the constructor or :meth:`step` also rejects:
+    The constructor or :meth:`step` rejects what a job rejects, and also:
 
-    * LBFGS, because averaging invalidates its curvature pairs, and float64 parameters;
+    * float64 parameters;
+    * LBFGS, because averaging invalidates its curvature pairs;
     * other optimizers that need a closure, such as SAM; make ``Gossip`` the base optimizer of SAM;
     * algorithms with an update of their own (dmsgd, qg-dmsgd, decentlam, detag, defacto), unless
       the optimizer is plain SGD with one learning rate. These algorithms use the learning rate and
@@ -619,14 +620,17 @@ class Gossip(torch.optim.Optimizer):
         run_directory.save(run, self._node)
 
     def resume(self) -> int:
-        """Continue from the newest checkpoint; return the number of steps made, or 0; collective.
+        """Continue from the newest checkpoint, and return the number of steps made; collective.
 
-        With the same nodes, ranks per node, algorithm and cadence, and a synchronous mixer, the
-        following is restored bitwise identically: model, optimizer, algorithm, torch's random
-        numbers, and the objects given to :meth:`keep`. Otherwise, messages report what is dropped
-        or reset. With another number of nodes, all nodes start from the exact average.
+        If there is no checkpoint, the result is 0, and nothing changes. If the number of nodes, the
+        ranks per node, the algorithm and the cadence are as in the checkpoint, and the mixer is
+        synchronous, the following is restored bitwise identically: model, optimizer, algorithm,
+        torch's random numbers, and the objects given to :meth:`keep`. Otherwise, messages report
+        what is dropped or reset. If the number of nodes differs, all nodes start from the exact
+        average.
 
-        :raises JobError: if there is no run directory, after the first step, or after save()
+        :raises JobError: if there is no run directory, or if :meth:`step` or :meth:`save` has been
+            called before
         :raises UserError: if the checkpoint is damaged or belongs to another model or optimizer
         """
         run = self._required_run("resume")

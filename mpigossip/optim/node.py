@@ -283,7 +283,7 @@ class LoopNode:
     def restart_exchanges(self) -> None:
         """Open the mixer again, with no exchange in flight, so that any round may follow.
 
-        A mixer that has exchanged nothing stays open. Collective over all nodes.
+        A mixer that has exchanged nothing stays open. The call is collective over all nodes.
         """
         # The rounds of a synchronous mixer must be consecutive.
         waits = self.mixer.synchronous

@@ -41,7 +41,7 @@ def open_run(world: World, job: Job) -> Run:
         if manifest is not None and manifest.meta.get("door") != "loop":
             raise JobError(
                 f'run: "{folder}" contains the run of a job: continue it by `mpigossip resume '
-                f"{folder}`, or choose another folder"
+                f"{folder}`, or pass another folder as run=…"
             )
     return Run(world, job, path, world.resources)
 
@@ -77,7 +77,7 @@ def _check_loaded(run: Run, path: Path, manifest: checkpoint.Manifest) -> None:
         raise JobError(
             f'run: "{run.folder}" contains a run with {path.name} as its newest checkpoint, '
             f"of {pluralize(manifest.n, 'node')}, and {loaded}: call optimizer.resume() to "
-            "continue from there, or choose another folder"
+            "continue from there, or pass another folder as run=…"
         )
     run.take_over(checkpoint.read_node(path, run.node.mixer.local_nodes[0], manifest).numbers)
     run.saved_at = step if step == manifest.step else None
@@ -133,8 +133,9 @@ def check_kept(things: Mapping[str, Any]) -> None:
             )
         if "/" in name or name.startswith("#") or not name.strip("."):
             raise JobError(
-                f"keep: the name {name!r} can't be part of a path in a checkpoint: choose a "
-                'name without "/" that does not begin with "#", such as scheduler=…'
+                f"keep: the name {name!r} can't be part of a path in a checkpoint: choose a name, "
+                'such as scheduler=…, that contains no "/", does not begin with "#", and contains '
+                "other characters than dots"
             )
         if not any(all(hasattr(thing, method) for method in pair) for pair in pairs):
             raise JobError(

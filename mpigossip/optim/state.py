@@ -42,15 +42,15 @@ def write_optimizer(
 ) -> str:
     """Return the optimizer's state as JSON, and put its tensors into ``arrays``.
 
-    Collective over ranks between which parameters are sharded; all of them get the full state,
-    except for tensors that go to ``shards``.
+    The call is collective over the ranks between which parameters are sharded. All of them get the
+    full state, except for tensors that are added to ``shards``.
 
     :param optimizer: the torch optimizer
     :param model: its model, for the names of parameters
     :param arrays: dict that the tensors are added to; None: they are dropped
-    :param shards: dict that tensors which are sharded like their trained parameters are added to
-        instead of being gathered, by the key of the state and the name of the parameter; None: all
-        are gathered
+    :param shards: dict that receives the tensors that are sharded in the same way as their trained
+        parameters, without gathering them: ``shards[key][name]`` is the tensor ``key`` in the state
+        of the parameter ``name``. None: these tensors are gathered, too
     :raises JobError: if a checkpoint can't contain a value of the state
     """
     state = optimizer.state_dict()
@@ -406,7 +406,8 @@ def packed(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
         )
     raise JobError(
         f"save: {path} is a {type(value).__name__}: a checkpoint can contain tensors, numbers, "
-        "strings, None, and lists, tuples and dicts of these; convert it, or leave it out"
+        "strings, None, and lists, tuples and dicts of these; convert this value, or remove it "
+        "from the state"
     )
 
 

@@ -53,7 +53,7 @@ def export(
     :param path: folder of the checkpoint
     :param out: file to write. Its suffix selects the format: ".safetensors", with step, nodes and
         job as metadata, or ".pt" or ".pth" for ``torch.load``
-    :param node: number of the node; None: the average
+    :param node: number of the node; None: the average of all nodes
     :param trust_model: import the code of the model, and open the data, that the job of the
         checkpoint names. Leave it False for a checkpoint from somebody else, whose code could do
         anything. It has no effect on a checkpoint of a custom loop
@@ -153,8 +153,8 @@ def _round_of(disk: RecordStore, place: int, number: int | None) -> Round:
     rounds = ", ".join(map(str, sorted(stored))) or "no round"
     raise StoreError(
         f"--place {place}{'' if number is None else f' --round {number}'}: {disk.root} stores the "
-        f"models of {rounds} of this place; choose another round, or begin a training with "
-        "members.keep_every = 1, which stores all of them"
+        f"models of {rounds} of this place; choose another --round, or begin a training with "
+        "members.keep_every = 1, which stores the model of each round"
     )
 
 

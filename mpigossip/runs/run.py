@@ -46,7 +46,7 @@ def nodes_requested(manifest: checkpoint.Manifest) -> int:
     if not isinstance(count, int) or not manifest.n <= count <= MOST:
         raise StoreError(
             f"a checkpoint of {manifest.n} nodes says that the run was started with "
-            f"{str(count)[:40]} nodes; use another checkpoint"
+            f"{str(count)[:40]} nodes; resume from another checkpoint"
         )
     return count
 
@@ -367,7 +367,7 @@ class Run:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Copy the state after the current step; a thread writes it as a checkpoint. Collective.
+        """Copy the state after the current step; a thread writes it as a checkpoint; collective.
 
         While some nodes have ended their loops, nothing is written.
         """

@@ -395,8 +395,8 @@ def _check_facts(manifest: Manifest, facts: Mapping[str, Any], path: Path) -> No
 def _check_counters(saved: NodeState, path: Path) -> None:
     if lacking := COUNTERS - saved.numbers.keys():
         raise StoreError(
-            f"{path} lacks {', '.join(sorted(lacking))}, which every run saves: use another "
-            "checkpoint"
+            f"{path} lacks {', '.join(sorted(lacking))}, which every run saves: resume from "
+            "another checkpoint"
         )
 
 

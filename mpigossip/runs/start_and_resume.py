@@ -97,7 +97,8 @@ def newest(folder: Path, world: World) -> Path | None:
             if all((folder / name).is_dir() for name in FOLDERS):
                 raise JobError(
                     f'"{folder}" holds a training of members: continue it with `mpigossip join '
-                    f"{folder}` (in a program, mpigossip.join), or name another folder"
+                    f"{folder}` (in a program, mpigossip.join), or choose another folder "
+                    "(run.output of a job, run=… of Gossip)"
                 )
             newest_path, damaged = checkpoint.newest(folder)
             if newest_path is None and (damaged or any(checkpoints.glob("step-*.damaged*"))):

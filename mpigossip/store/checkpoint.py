@@ -225,8 +225,8 @@ def newest(run: Path) -> tuple[Path | None, dict[Path, str]]:
     """Return the newest complete checkpoint, and the damaged checkpoints that are newer.
 
     :param run: run directory
-    :return: path of the newest complete checkpoint, or None; and a dict from the path of each newer
-        checkpoint to the reason why it is not complete
+    :return: path of the newest complete checkpoint, or None if no checkpoint is complete; and a
+        dict from the path of each newer checkpoint to the reason why it is not complete
     :raises StoreError: if the folder of the checkpoints, or a file, cannot be read
     """
     damaged: dict[Path, str] = {}

@@ -81,9 +81,12 @@ def regular(path: Path, follow: bool = True) -> io.FileIO:
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return file
         file.close()
-    link = "is a symbolic link; replace it by the file"
+    if stat.S_ISLNK(kind):
+        raise StoreError(f"{path} is a symbolic link: replace it by the file that it points to")
+    kind_name = "folder" if stat.S_ISDIR(kind) else "pipe, socket or device"
     raise StoreError(
-        f"{path} {link if stat.S_ISLNK(kind) else 'is not a regular file; replace it by a copy'}"
+        f"{path} is a {kind_name}, not a regular file: replace it by a copy of the file that "
+        "should be there"
     )
 
 
@@ -143,7 +146,7 @@ def _sound_tree(header: bytes) -> bool:
 
 
 def _sound_list(header: bytes) -> bool:
-    """Return whether the header of an extensible array may be in a file of this package.
+    """Return whether a file with this header of an extensible array can be accepted.
 
     Such an array is the index of the chunks of a table. An incomplete header is accepted.
     """
@@ -459,7 +462,7 @@ def attributes(thing: Any, long: bool = False) -> dict[str, Any]:
     """
     count = h5a.get_num_attrs(thing.id)
     if count > ATTRIBUTES:
-        raise ValueError(f"{count} attributes are too many: at most {ATTRIBUTES} are allowed")
+        raise ValueError(f"it has {count} attributes, but at most {ATTRIBUTES} are allowed")
     names = [h5a.open(thing.id, index=k).name.decode() for k in range(count)]
     return {name: attribute(thing, name, long) for name in names}
 

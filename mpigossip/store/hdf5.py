@@ -92,7 +92,9 @@ def reading(path: Path) -> Iterator[None]:
             f"{path} can't be read: {err.strerror}; ask its owner for permission"
         ) from err
     except (*CONTENT_ERRORS, OSError) as err:
-        raise StoreError(f"{path} can't be used: {_reason(err)}; use another copy") from err
+        raise StoreError(
+            f"{path} can't be used: {_reason(err)}; use another copy of this file"
+        ) from err
 
 
 def _reason(error: BaseException) -> str:

@@ -69,7 +69,7 @@ def read(path: Path, columns: Collection[str] | None = None, points: int | None 
 
     :param path: log.h5 in a run directory. If there is no such file because members have trained
         there, their logs are read and joined, with one column for each member
-    :param columns: columns of the steps to read; None: all
+    :param columns: columns of the steps to read; None: all columns
     :param points: largest number of rows to return. If there are more, blocks of consecutive steps
         are averaged, leaving out unknown values; "step" is the first step of each block. None: all
         rows are returned, as always if logs of members are joined

@@ -183,12 +183,13 @@ def read(path: Path) -> Manifest:
         ) from error
     if len(data) > LARGEST:
         raise StoreError(
-            f"{path} has more than {LARGEST} bytes, too many for a manifest; use another copy"
+            f"{path} has more than {LARGEST} bytes, too many for a manifest; use another copy of "
+            "the checkpoint"
         )
     if data[:HEADER] != _header(data[HEADER:]):
         raise StoreError(
             f"{path} is damaged or not a manifest: its checksum differs; "
-            "resume from an older checkpoint or copy it again"
+            "resume from an older checkpoint, or copy this file again"
         )
     opened = guard.opened(io.BytesIO(data), views=("parameters",))
     with reading(path), opened as (file, objects):

@@ -42,7 +42,7 @@ def _checked(file_path: Path, entry: Entry) -> Iterator[dict[str, Any]]:
         file = guard.regular(file_path, follow=False)
     except FileNotFoundError:
         raise StoreError(
-            f"{file_path} is missing; copy it there or use another checkpoint"
+            f"{file_path} is missing; copy this file there, or use another checkpoint"
         ) from None
     with file:
         _check_bytes(file_path, file, entry)
@@ -69,12 +69,12 @@ def _check_bytes(path: Path, file: io.FileIO, entry: Entry) -> None:
     if size != entry.bytes:
         raise StoreError(
             f"{path} has {size} bytes, but the manifest lists {entry.bytes}: it is truncated or "
-            "belongs to another checkpoint; copy it again or use another checkpoint"
+            "belongs to another checkpoint; copy this file again, or use another checkpoint"
         )
     checksum = f"{direct.crc(file.fileno(), 0, size):08x}"
     if checksum != entry.checksum:
         raise StoreError(
             f"{path} is damaged: its CRC-32 is {checksum}, but the manifest lists "
-            f"{entry.checksum}; copy it again, or use an older checkpoint: `mv "
+            f"{entry.checksum}; copy this file again, or use an older checkpoint: `mv "
             f"{quote(str(path.parent))} {quote(str(path.parent.with_suffix('.damaged')))}`"
         )

@@ -138,7 +138,9 @@ def pack(
             f"--vocabulary {vocabulary} is for byte-pair encoding only; add --tokenizer bpe"
         )
     if out.is_file() and not h5py.is_hdf5(out):
-        raise StoreError(f"{out} exists and is not a data set; name another file, or remove it")
+        raise StoreError(
+            f"{out} exists and is not a data set; choose another name, or remove this file"
+        )
     coder = texts.Coder(tokenizer, texts.list_files(folder, out)[0] if text else (), vocabulary)
     if image_size is not None and image_size < 1:
         raise StoreError(f"--image-size {image_size}: must be at least 1 pixel")

@@ -113,8 +113,8 @@ def write(
         if tensor.dtype not in SIZES:
             raise StoreError(
                 f'"{tensor.name}" has the dtype {tensor.dtype}, which a safetensors file can\'t '
-                f"contain: convert it in the model to one of {', '.join(sorted(SIZES))}, or name a "
-                "file that ends in .pt"
+                f"contain: use one of {', '.join(sorted(SIZES))} in the model, or choose an --out "
+                "that ends in .pt"
             )
     # Readers map the file into memory, where elements must be aligned to their size.
     tensors = sorted(tensors, key=lambda tensor: -SIZES[tensor.dtype])
@@ -127,8 +127,9 @@ def write(
         outdated = [path for path in _earlier(out) if path not in (*paths, index)]
     if foreign := [path for path in outdated if not _is_export(path)]:
         raise StoreError(
-            f"{foreign[0]} is a file of another program, which readers would mix with {out.name}: "
-            "name another file, or move it away"
+            f"{foreign[0]} was written by another program, and programs that read {out.name} would "
+            f"read this file, too: choose another --out, or move {foreign[0].name} to another "
+            "folder"
         )
     with ExitStack() as stack:
         # Exiting this context renames all files, or none if an error occurs.

@@ -115,8 +115,8 @@ def load(where: Path | str | dict, overrides: Sequence[str] = (), resolve: bool 
 def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
     """Return the graph, renumbered so that few messages cross between racks.
 
-    The graph is returned unchanged if `graph.placement` is "given", or without MPI. Collective over
-    all ranks.
+    The graph is returned unchanged if `graph.placement` is "given", or without MPI. The call is
+    collective over all ranks.
 
     :param job: the job
     :param graph: graph of all nodes

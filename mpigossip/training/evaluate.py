@@ -63,8 +63,8 @@ def evaluate(
     Node i evaluates both its own model and the averaged model on the test samples i, i + n, i + 2n,
     …, so that all nodes together use the whole test set; a node with a test stream of its own uses
     that stream. Slot 0 of a node computes. The time limit of the other ranks of the node starts
-    again after each test batch. The memory of the gradients is overwritten. Collective over nodes
-    and their slots.
+    again after each test batch. The memory of the gradients is overwritten. The call is collective
+    over nodes and their slots.
 
     :param replicas: the local model copies
     :param mixer: communication between nodes
@@ -106,7 +106,7 @@ def averaged_model(replicas: Replicas, mixer: Mixer) -> nn.Module:
     Its parameters overwrite the memory of a gradient. The average is computed in float64, in the
     order of slots and nodes, as in ``store.node_state``, so that this model is bitwise identical to
     an exported model, and to the model from which a run resumes. Each slot averages its shard.
-    Collective over nodes and their slots.
+    The call is collective over nodes and their slots.
 
     :param replicas: the local model copies
     :param mixer: communication between nodes
@@ -141,7 +141,7 @@ def average_buffers(
     """Set the floating-point buffers of ``module`` to their exact average over slots and nodes.
 
     Other buffers, such as counters, keep their values.
-    Collective over nodes and their slots.
+    The call is collective over nodes and their slots.
 
     :param mixer: communication between nodes
     :param group: slots of this node

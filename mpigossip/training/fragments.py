@@ -45,7 +45,7 @@ def fragment_columns(
     width: int,
     frozen: Collection[str] = (),
 ) -> tuple[Columns, ...]:
-    """Return the columns of each fragment in a slot's shard, in ascending order.
+    """Return the ranges of elements of each fragment in a slot's shard, in ascending order.
 
     :param flat: layout of the model's parameters
     :param slot: index of the slot
@@ -62,7 +62,7 @@ def fragment_columns(
 def cut_by_modules(
     flat: NodeLayout, slot: int, modules: Sequence[str], frozen: Collection[str] = ()
 ) -> tuple[Columns, ...]:
-    """Return, for each fragment, the columns of its modules' parameters in a slot's shard.
+    """Return, for each fragment, the ranges of its modules' parameters in a slot's shard.
 
     :param flat: layout of the model's parameters
     :param slot: index of the slot
@@ -86,7 +86,7 @@ def cut_by_modules(
 
 
 def _assign(parameters: Sequence[str], modules: Sequence[str]) -> dict[str, int]:
-    """Return the number of the fragment of each parameter, from 0, by the parameter's name.
+    """Return the index of the fragment of each parameter, from 0, by the parameter's name.
 
     :param parameters: names of all parameters
     :param modules: for each fragment, names of modules or parameters, separated by commas
@@ -123,17 +123,17 @@ def _count_elements(columns: Columns) -> int:
 
 
 def cut(layers: Sequence[slice], count: int, width: int) -> tuple[tuple[slice, ...], ...]:
-    """Return the columns of ``count`` fragments with at most ``width`` elements each.
+    """Return the ranges of ``count`` fragments with at most ``width`` elements each.
 
     Layers are assigned to fragments in turn, so that each fragment has layers of all depths. A
     layer that does not fit into a fragment is split, and the rest of it is assigned to the next
     fragment with room. ``count · width`` must not be smaller than the number of elements of all
     layers.
 
-    :param layers: columns of each layer in the shard, in ascending order
+    :param layers: range of elements of each layer in the shard, in ascending order
     :param count: number of fragments
     :param width: largest number of elements of a fragment
-    :return: for each fragment, its ranges of columns
+    :return: for each fragment, its ranges of elements
     """
     columns: list[list[slice]] = [[] for _ in range(count)]
     room = [width] * count
@@ -163,7 +163,7 @@ def layers_of(flat: NodeLayout, slot: int) -> list[slice]:
 
     :param flat: layout of the model's parameters
     :param slot: index of the slot
-    :return: ranges of columns, in ascending order
+    :return: ranges of elements, in ascending order
     """
     columns: list[slice] = []
     last = None

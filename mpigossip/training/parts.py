@@ -107,7 +107,8 @@ class JobParts:
     def make_averages(self, arrays: StateArrays | None = None) -> StateAverages | None:
         """Return the averages of the local step's state, or None if the job makes no such averages.
 
-        :param arrays: access to the arrays; None: the arrays of the job's local step
+        :param arrays: object that reads and writes the arrays that are averaged; None: an object
+            for the arrays in the state of the job's local step
         """
         periods = self.job.algorithm.average_state
         gossips = ExchangeKind.GOSSIP in self.cadence.kinds
@@ -129,7 +130,8 @@ class JobParts:
         :param vector: flat parameters of the local nodes
         :param measure_every: number of steps between two measurements of the consensus distance, or
             "auto"
-        :param arrays: access to the arrays of the local step; None: the arrays of the job
+        :param arrays: object that reads and writes the arrays that :class:`StateAverages` averages;
+            None: an object for the arrays in the state of the job's local step
         """
         fragments = self.make_fragments(vector.flat, local_shards(group))
         exchange = WholeExchange() if fragments is None else FragmentExchange(fragments)
@@ -222,7 +224,7 @@ def make_parts(
     :param job: the job
     :param graph: the graph; None for a single node, which has no neighbours
     :param flat: layout of the model's parameters
-    :param shards: numbers of the local shards; None: all shards
+    :param shards: indices of the local shards; None: all shards
     :param devices: the device of each local shard
     :param local: local step that replaces the local step of the job; None: the job's local step
     :param local_options: options that the ranks have agreed on; None: the job's `[local]` options

@@ -354,7 +354,7 @@ GRAPH: Table[JobParts] = (
             _changed_by_lost_links,
             'faults: algorithm "{job.algorithm.name}" needs a graph that is {missing}, but lost '
             "links change it in each round",
-            "leave [faults] out, or choose another algorithm",
+            "remove [faults], or choose another algorithm.name",
         ),
         Rule(
             _lacks_properties,

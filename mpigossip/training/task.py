@@ -309,7 +309,7 @@ class Objective:
                 raise JobError(
                     self._with_setting(
                         f'its metric "{name}" has a name that the log or the summary of each run '
-                        "uses; choose another name"
+                        "uses; choose another name for the metric"
                     )
                 )
             if re.fullmatch(NAME, name) is None:

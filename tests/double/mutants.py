@@ -153,7 +153,7 @@ MUTANTS = [
      "pass", EAGER),
     # what issue 4/7 says would break at the first contact with GPUs, by its rows
     Mutant("1: a probe that fails ends the job", PROBE,
-     "            refused.setdefault(str(error), []).append(way)\n    opened = None",
+     "            refused.setdefault(str(error), []).append(name)\n    opened = None",
      "            raise\n    opened = None",
      f"{FAILURES}::test_an_exchange_goes_another_way_with_the_same_bits[put-auto-True-MPI_ERR_RMA"
      "_RANGE]"),
@@ -168,7 +168,8 @@ MUTANTS = [
      "min(SLOT_FRACTION * timeout_s, threading.TIMEOUT_MAX)", "threading.TIMEOUT_MAX",
      "groups/test_groups.py::test_a_slot_that_does_not_finish_is_named_in_time"),
     Mutant("2: messages of GPU memory are never tried", PROBE,
-     'WAYS = "windows", "messages", "nccl", "host"', 'WAYS = "windows", "nccl", "host"', REFUSED),
+     'TRANSPORTS = "windows", "messages", "nccl", "host"',
+     'TRANSPORTS = "windows", "nccl", "host"', REFUSED),
     Mutant("3: the progress thread has no context", "mpigossip.mixing.progress_thread",
      "torch.cuda.mem_get_info(self._device)", "pass", DEVICE),
     Mutant("4: another thread's CUDA calls without NCCL's lock", STREAMS,

@@ -124,7 +124,7 @@ class Group:
         if current_device() != self.device.index:
             raise RuntimeError(f"NCCL {name}: cuda:{self.device.index} isn't current")
         if len(self._together) > 1 and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
-            raise RuntimeError(f"NCCL {name}: every launch waits for that of another slot")
+            raise RuntimeError(f"NCCL {name}: every launch waits for the launch of another slot")
         if len(self._together) > 1 and not launching.locked():
             raise RuntimeError(f"NCCL {name}: several devices, launched without the lock")
         for tensor in [*read, *written]:

@@ -309,7 +309,7 @@ def test_equitopo_static_graphs_are_connected_for_every_seed(name):
         for seed in range(200):
             assert np.gcd.reduce((n, *graph(name, n, seed=seed).round(0).offsets)) == 1
     assert graph(name, 4) == graph(name, 4)
-    # a connected draw is not changed, so its weights equal those of earlier versions
+    # a connected draw is not changed, so its weights equal the weights of earlier versions
     assert graph("d-equistatic", 16, seed=4).round(0).offsets == (9, 12, 13, 14)
     # one distance has to be a unit modulo n, of which there are 8 among 29
     for seed in range(20):

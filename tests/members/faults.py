@@ -90,7 +90,7 @@ def is_new(path: str) -> bool:
 
 
 here = threading.local()
-"""Thread-local storage: ``faults`` are those of the member whose disk the thread used last."""
+"""Thread-local storage: ``faults`` belong to the member whose disk the thread used last."""
 
 
 def _wrap(function, operation):

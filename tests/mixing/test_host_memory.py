@@ -52,10 +52,10 @@ def test_buffers_share_the_memory_that_the_table_states(name, shared, transport,
     expected_own = areas.own if shared else sender_outbox if outbox and not lossy else None
     assert expected_own is None or address(buffers.own) == address(expected_own)
     assert address(buffers.out[0][0]) == address(buffers.own)
-    assert (buffers.codes is not None) == (lossy and transport)
+    assert (buffers.encoded is not None) == (lossy and transport)
     (sent,) = buffers.sent
     if lossy and transport:
-        assert address(sent) == address(buffers.codes[0]) != address(buffers.own)
+        assert address(sent) == address(buffers.encoded[0]) != address(buffers.own)
         assert not outbox or address(sent) == address(sender_outbox)
     else:
         assert address(sent) == address(buffers.own)

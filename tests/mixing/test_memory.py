@@ -52,9 +52,9 @@ def allocated(mixer):
         arrays.append(torch.frombuffer(area, dtype=torch.uint8))
     else:
         arrays += [host.own, vars(host).get("memory", host.own)]
-    arrays += host.codes or []
+    arrays += host.encoded or []
     if host is not buffers:
-        arrays += [*buffers._own, *buffers._mixed, *(buffers.codes or [])]
+        arrays += [*buffers._own, *buffers._mixed, *(buffers.encoded or [])]
         arrays += [one for each in buffers._inbox for one in each]
     return held(*[one for one in arrays if one.numel()])
 

@@ -234,9 +234,9 @@ def mistaken(world):
 
 def test_mistakes_raise_messages(ranks):
     expected = [
-        "like is a list: must be a dense numpy array",
-        "like is bool of shape (4,) (ndarray)",
-        "like is torch.float32 of shape (4,) (Tensor, torch.strided on meta)",
+        "Window: the argument like is a list: must be a dense numpy array",
+        "Window: the argument like is bool of shape (4,) (ndarray)",
+        "Window: the argument like is torch.float32 of shape (4,) (Tensor, torch.strided on meta)",
         "rank 1 on {host}: push_sum is True here, but False on rank 0",
         "put: an array is float64 of shape (5,) (ndarray); this Window was made for numpy",
         "put: rank",

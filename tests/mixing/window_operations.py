@@ -1,6 +1,6 @@
 """Random calls of `mpigossip.Window`, and the properties that must hold after them.
 
-The tests make some hundred calls, and tools/labs/window_operations.py as many as one asks for.
+The tests make some hundred calls, and tools/labs/window_operations.py makes any number of them.
 """
 
 import random
@@ -13,7 +13,7 @@ import mpigossip
 
 
 class Result(NamedTuple):
-    """What one rank reports after its last call."""
+    """Report of one rank after its last call."""
 
     begin: np.ndarray
     """Array of this rank at the start."""

@@ -235,7 +235,7 @@ def test_a_member_leaves_and_another_continues(tmp_path, capsys):
     assert both.summary["digest"] == one["digest"] and both.summary["nodes"] == 2
     assert both.summary["seconds"] > np.ptp(log.steps["time"])  # from the first member's step
     assert both.evaluations["accuracy"].tolist() == [pytest.approx(one["accuracy"])]
-    # the steps of a newcomer continue those of the model that it started from
+    # the steps of a newcomer continue the steps of the model that it started from
     begun = both.steps["step"][np.isfinite(both.steps["loss"][:, 1])]
     known = both.steps["step"][np.isfinite(both.steps["loss"][:, 0])]
     assert begun[0] == 4 * ((known[-1] + 1) // 4) > 0 and (np.diff(begun) >= 1).all()

@@ -1,4 +1,4 @@
-"""Nodes of several ranks equal one rank with as many slots, and the simulator, bitwise."""
+"""Nodes of several ranks equal one rank with equally many slots, and the simulator, bitwise."""
 
 import time
 
@@ -136,9 +136,9 @@ def whole_runs(world, folder, per, own, second, files):
 def test_runs_resume_in_the_other_shape_bitwise_identically(
     ranks, tmp_path, first, second, files, each
 ):
-    """The model has norm buffers, one set per slot; files, log and summary equal those of one rank.
+    """The model has norm buffers, one set per slot; files, log and summary are as with one rank.
 
-    The same holds with one file per slot.
+    This also holds with one file per slot.
     """
     results = []
     for at, ((size, per), own) in enumerate((first, second)):

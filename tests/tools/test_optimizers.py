@@ -71,7 +71,7 @@ RATE = {
     "finalists": 0.006,
     "more-nodes": 0.024,
 }
-"""Best learning rate of each study; that of "optimizers" is first at an end of the grid."""
+"""Best learning rate of each study; in "optimizers", it is first at an end of the grid."""
 
 
 def parallel_runs():

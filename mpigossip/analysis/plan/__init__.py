@@ -287,7 +287,7 @@ def table(
         if not known_rows:
             raise JobError(
                 f"--nodes {n}: no graph is compatible with the job's algorithm for {n} nodes; "
-                "choose another number of nodes, or another algorithm.name"
+                "choose other numbers for --nodes, or another algorithm.name"
             )
         rows += known_rows
     return rows

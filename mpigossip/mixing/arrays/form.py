@@ -49,9 +49,10 @@ class ArrayForm:
             or not has_values(like)
         ):
             raise JobError(
-                f"like is {describe(like)}: must be a dense numpy array or torch tensor of "
-                "float16, bfloat16, float32, float64, uint8 or a signed integer type, in the "
-                "processor's byte order and without a mask; convert it"
+                f"{owner}: the argument like is {describe(like)}: must be a dense numpy array or "
+                "torch tensor of float16, bfloat16, float32, float64, uint8 or a signed integer "
+                "type, in the processor's byte order and without a mask, such as "
+                "numpy.asarray(x, numpy.float32)"
             )
         self.is_tensor = torch.is_tensor(like)
         self.numpy_dtype = like.dtype
@@ -79,7 +80,7 @@ class ArrayForm:
                 raise JobError(
                     f"{call}: an array is {describe(array)}; this {self._owner} was made for "
                     f"{'torch' if self.is_tensor else 'numpy'} arrays of {self.numpy_dtype} and "
-                    f"shape {tuple(self.shape)}; convert it"
+                    f"shape {tuple(self.shape)}; convert the array, or make another {self._owner}"
                 )
         if out is not None and (
             torch._debug_has_internal_overlap(out) == 1
@@ -88,7 +89,7 @@ class ArrayForm:
         ):
             raise JobError(
                 f"{call}: out is read-only or expanded (its elements share memory), so that it "
-                "can't be written; give a copy of it"
+                f"can't be written; pass out.{'clone' if self.is_tensor else 'copy'}()"
             )
 
     def _has_form(self, array: Any) -> bool:

@@ -215,8 +215,8 @@ class Window(WindowAccess):
             form = self._form = ArrayForm(like, "Window")
             if form.device.type != "cpu":
                 raise JobError(
-                    f"like is on {form.device}: windows hold arrays in host memory; give a copy on "
-                    "the CPU"
+                    f"Window: the argument like is on {form.device}: windows hold arrays in host "
+                    "memory; pass like.cpu()"
                 )
             self.graph = make_graph(graph, world.size, **options)
         rounds = f"{self.graph!r} with {options}, of first rounds {self.graph.fingerprint[:16]}"
@@ -346,7 +346,7 @@ class Window(WindowAccess):
         Values are published by the constructor, :meth:`publish` and :meth:`update`. Values that
         rank j has sent before are applied first, and thereby replaced.
 
-        :param ranks: in-neighbours j to read from; None: all of them
+        :param ranks: in-neighbours j to read from; None: all in-neighbours
         :param round: round of the graph whose in-neighbours are meant; None: of any round
         :return: for each of these ranks, the number of values that it had published
         :raises JobError: if a rank is no in-neighbour, or the window is closed

@@ -21,7 +21,7 @@ from mpigossip.mixing.device.memory import (
     pin,
 )
 from mpigossip.mixing.device.streams import Streams
-from mpigossip.mixing.exact_average import ByRank, average, average_codes
+from mpigossip.mixing.exact_average import ByRank, average, average_encoded
 from mpigossip.mixing.host_memory import HostBuffers, host_buffers
 from mpigossip.mixing.plan import MessageChunk
 from mpigossip.mixing.transports import Transport
@@ -65,8 +65,8 @@ class DeviceBuffers:
         own = [allocate(layout.slot_bytes, device) for device in devices]
         self._mixed = [allocate(layout.slot_bytes, device) for device in devices]
         size = layout.slot_sent_bytes
-        self.codes = [allocate(size, device) for device in devices] if lossy else None
-        self.sent = self.codes or own
+        self.encoded = [allocate(size, device) for device in devices] if lossy else None
+        self.sent = self.encoded or own
         self._own = own
         self.out: MessageArrays = [layout.slot_views(memory) for memory in own]
         self.result: MessageArrays = [layout.slot_views(memory) for memory in self._mixed]
@@ -99,7 +99,7 @@ class DeviceBuffers:
         """
         arrays = [*memory]
         if self.host:
-            arrays += [self.host.own, self.host.memory, *(self.host.codes or [])]
+            arrays += [self.host.own, self.host.memory, *(self.host.encoded or [])]
         try:
             self._unpin = pin(arrays, self._streams[0].device)
         except TransportUnavailable as error:
@@ -117,9 +117,9 @@ class DeviceBuffers:
 
         The streams of copies and sums wait for this work.
         """
-        for slot, parts in enumerate(self.out if self.codes else ()):
+        for slot, parts in enumerate(self.out if self.encoded else ()):
             with device_context(self._streams[slot].device):
-                encode_slot(self._layout, slot, parts, [self._rank], number, self.codes[slot])
+                encode_slot(self._layout, slot, parts, [self._rank], number, self.encoded[slot])
         self._ready = [slot_streams.ready() for slot_streams in self._streams]
         self._copied = []
         for slot_streams, event in zip(self._streams, self._ready, strict=True):
@@ -135,7 +135,7 @@ class DeviceBuffers:
     ) -> None:
         """Let :meth:`prepare` call ``check`` with ``totals`` on the host, before a chunk is sent.
 
-        :param segment: number of the segment; checks are called in this order
+        :param segment: index of the segment; checks are called in this order
         :param totals: values on the segment's device, computed on its current stream
         :param check: function that raises an error if the message must not be sent
         """
@@ -186,7 +186,7 @@ class DeviceBuffers:
                         inbox = self._inbox[k][slot]
                         inbox[chunk.span].copy_(message[chunk.span], non_blocking=True)
                         message = inbox
-                    is_complete = self.codes or not isinstance(message, torch.Tensor)
+                    is_complete = self.encoded or not isinstance(message, torch.Tensor)
                     sources.append(message if is_complete else self._layout.slot_views(message))
                 sum_messages(self._layout, weights, sources, self.result[slot], chunk.fields)
 
@@ -211,7 +211,7 @@ class DeviceBuffers:
 
             size = layout.slot_sent_bytes
             rows = [inbox[: n * size].view(n, size) for inbox in self._average_inboxes]
-            return average_codes(layout, rank, self.sent, rows, self.out, self.result, swap, on)
+            return average_encoded(layout, rank, self.sent, rows, self.out, self.result, swap, on)
         waited = 0.0
         for dtype, part in layout.slot_parts:
             own, out = (
@@ -284,8 +284,8 @@ class DeviceBuffers:
         layout = self._layout
         all_bytes = slice(0, layout.slot_bytes)
         _wait(self._copy_out(self._own, host.own.split(layout.slot_bytes), all_bytes))
-        if self.codes and host.codes:
-            _wait(self._copy_out(self.codes, host.codes, slice(0, layout.slot_sent_bytes)))
+        if self.encoded and host.encoded:
+            _wait(self._copy_out(self.encoded, host.encoded, slice(0, layout.slot_sent_bytes)))
         waited = host.average(transport)  # waits for all ranks
         results = host.memory.split(layout.slot_bytes)
         for mixed, result, slot_streams in zip(self._mixed, results, self._streams, strict=True):
@@ -324,7 +324,7 @@ class DeviceBuffers:
         self._mixed = []
         self._inbox = []
         self._average_inboxes = []
-        self.codes = None
+        self.encoded = None
         if self.host:
             self.host.close()
             self.host = None

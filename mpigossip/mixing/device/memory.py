@@ -95,9 +95,9 @@ def empty_cache(devices: Sequence[torch.device]) -> None:
 def private(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate zeroed memory by a separate cudaMalloc, as a tensor uint8 (nbytes,).
 
-    On the CPU, it is memory of torch.
+    On the CPU, PyTorch allocates the tensor.
 
-    :param nbytes: number of bytes; a multiple of `UNIT` is allocated
+    :param nbytes: number of bytes, which is rounded up to a multiple of `UNIT`
     :param device: device of the memory
     :raises TransportUnavailable: if the allocation fails or CuPy is missing
     """

@@ -57,18 +57,18 @@ Variables that only set options of MPI do not match."""
 def gpu_mpi_works(
     comm: MPI.Intracomm,
     devices: Sequence[torch.device],
-    way: str = "windows",
+    transport: str = "windows",
     timeout_s: float = PROOF_S,
 ) -> tuple[bool, str]:
     """Return whether MPI can send memory of all slots' devices on all ranks, with an explanation.
 
-    The call is collective, and the first value is equal on all ranks. If no query reports on some
-    rank that the MPI library supports GPU memory, nothing is tried, because a put to GPU memory
-    would then kill the process.
+    The call is collective, and the first value is equal on all ranks. If there is a rank on which
+    no query reports that the MPI library supports GPU memory, no rank tries to send GPU memory,
+    because a put to GPU memory would then kill the process.
 
     :param comm: communicator of the nodes
     :param devices: devices of this rank's slots
-    :param way: "windows" to test puts, or "messages"
+    :param transport: transport to test: "windows" (puts) or "messages"
     :param timeout_s: time limit of each wait, in seconds
     """
     # `try_in_subprocess` may take this long
@@ -87,13 +87,13 @@ def gpu_mpi_works(
     )
     note = ""
     if not (refused := _first(comm, refusal)):
-        able, note = try_in_subprocess(devices, 2 * timeout_s, way)
+        able, note = try_in_subprocess(devices, 2 * timeout_s, transport)
         refused = _first(comm, "" if able else note)
-    refused = refused or try_between_ranks(comm, devices, timeout_s, way)
+    refused = refused or try_between_ranks(comm, devices, timeout_s, transport)
     if refused:
         return False, f"{summary}, but {refused}"
     note = note and f" ({note})"
-    what = "puts into" if way == "windows" else "messages to"
+    what = "puts into" if transport == "windows" else "messages to"
     return True, f"{summary}, and {what} the memory of every slot arrived{note}"
 
 
@@ -222,7 +222,7 @@ class PmlComponent(ctypes.Structure):
 
 
 def try_in_subprocess(
-    devices: Sequence, timeout_s: float, way: str = "windows"
+    devices: Sequence, timeout_s: float, transport: str = "windows"
 ) -> tuple[bool, str]:
     """Run the test in a subprocess; return whether it may be run in this process, and a message.
 
@@ -231,13 +231,13 @@ def try_in_subprocess(
 
     :param devices: devices of the slots
     :param timeout_s: time limit of the subprocess, in seconds
-    :param way: "windows" to test puts, or "messages"
+    :param transport: transport to test: "windows" (puts) or "messages"
     """
     program = f"from {__name__} import main; main()"
     names = list(dict.fromkeys(map(str, devices)))
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program, way, *names],
+            [sys.executable, "-c", program, transport, *names],
             env=environment(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -287,8 +287,8 @@ def main() -> None:
     ``sys.argv`` holds the transport and the devices.
     """
     print(BEGUN, flush=True)
-    way, *names = sys.argv[1:]
-    proof = Proof(MPI.COMM_SELF, [torch.device(name) for name in names], PROOF_S, way)
+    transport, *names = sys.argv[1:]
+    proof = Proof(MPI.COMM_SELF, [torch.device(name) for name in names], PROOF_S, transport)
     try:
         proof.run()
         print(ARRIVED)
@@ -300,7 +300,10 @@ def main() -> None:
 
 
 def try_between_ranks(
-    comm: MPI.Intracomm, devices: Sequence[torch.device], timeout_s: float, way: str = "windows"
+    comm: MPI.Intracomm,
+    devices: Sequence[torch.device],
+    timeout_s: float,
+    transport: str = "windows",
 ) -> str:
     """Test puts or messages from every slot to the same slot of the next rank; collective.
 
@@ -310,9 +313,9 @@ def try_between_ranks(
     :param comm: communicator of the nodes
     :param devices: devices of this rank's slots
     :param timeout_s: time limit of each wait, in seconds
-    :param way: "windows" to test puts, or "messages"
+    :param transport: transport to test: "windows" (puts) or "messages"
     """
-    proof = Proof(comm.Dup(), devices, timeout_s, way)
+    proof = Proof(comm.Dup(), devices, timeout_s, transport)
     rank = world_ranks(comm, [comm.rank])[0]
     killed = f"mpigossip: rank {rank} ended in the {PROVING}; if nothing else ended the job, "
     killed += "set node.exchange=host to skip the test"
@@ -345,12 +348,12 @@ class Proof:
     """Test with one window and one put for each slot, like the exchange, or with messages."""
 
     def __init__(
-        self, comm: MPI.Intracomm, devices: Sequence[torch.device], timeout_s: float, way: str
+        self, comm: MPI.Intracomm, devices: Sequence[torch.device], timeout_s: float, transport: str
     ):
         self.comm = comm
         self._devices = devices
         self._timeout_s = timeout_s
-        self._way = way
+        self._transport = transport
         self._left = (comm.rank - 1) % comm.size
         self._right = (comm.rank + 1) % comm.size
         self._memory: list[torch.Tensor] = []
@@ -366,7 +369,7 @@ class Proof:
         """
         self._on_each_slot("an allocation", self._allocate)
         self._wait([self.comm.Ibarrier()])  # MPI_Win_create would wait without a time limit
-        if self._way == "windows":
+        if self._transport == "windows":
             self._on_each_slot("MPI_Win_create", self._open)
             self._on_each_slot(last := "a put", self._put)
         else:
@@ -395,7 +398,7 @@ class Proof:
         wait_all(dict(enumerate(requests)), self._timeout_s, late, all_ranks)
 
     def _allocate(self, slot: int, device: torch.device) -> None:
-        allocate = private if self._way == "windows" else message_memory
+        allocate = private if self._transport == "windows" else message_memory
         self._memory.append(allocate(2 * PROBE, device))
         self._memory[slot][:PROBE].fill_(_pattern(self.comm.rank, slot))
         if device.type == "cuda":

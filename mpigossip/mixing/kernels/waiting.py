@@ -57,7 +57,7 @@ def wait_for_requests(
     afterwards; if requests can't be waited for in C, return False at once.
 
     :param requests: requests of MPI
-    :param need: number of requests that must be complete; None: all
+    :param need: number of requests that must be complete; None: all requests
     :param wake: file descriptor that ends the wait when it can be read; −1: none
     :param spin: seconds of testing without sleep
     :param shortest: shortest sleep between two tests after that, in seconds

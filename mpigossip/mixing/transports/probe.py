@@ -32,7 +32,7 @@ from mpigossip.mixing.transports.messages import Messages
 from mpigossip.mixing.transports.nccl_between_nodes import Nccl
 from mpigossip.mixing.transports.windows import Windows
 
-WAYS = "windows", "messages", "nccl", "host"
+TRANSPORTS = "windows", "messages", "nccl", "host"
 """Names of the transports, which are the values of `node.exchange` besides "auto". "host" means
 that messages go through host memory, which is pinned if possible."""
 AS_FAST = 1.1
@@ -90,10 +90,12 @@ class Probe:
         self._streams = [Streams(device) for device in self._devices]
         self.on_gpus = self._devices[0].type == "cuda"
 
-    def open(self, way: str, buffers_wanted: int, limit_s: float = float("inf")) -> OpenedTransport:
+    def open(
+        self, name: str, buffers_wanted: int, limit_s: float = float("inf")
+    ) -> OpenedTransport:
         """Open a transport.
 
-        :param way: name of the transport
+        :param name: name of the transport
         :param buffers_wanted: number of in-neighbours for which inbox buffers are allocated
         :param limit_s: time limit of each wait, in seconds
         :raises TransportUnavailable: on all ranks, if it can't be used on one
@@ -102,18 +104,18 @@ class Probe:
         layout = self._layout
         arguments: Any = comm, layout, buffers_wanted, min(self._limit_s, limit_s)
         reason = ""
-        if way in ("windows", "messages"):
-            key = way, comm.size, *self._devices  # after a rank failure, the size is smaller
+        if name in ("windows", "messages"):
+            key = name, comm.size, *self._devices  # after a rank failure, the size is smaller
             if not all(comm.allgather(key in self._proven)):
-                self._proven[key] = gpu_mpi_works(comm, self._devices, way, LIMIT_S / 2)
+                self._proven[key] = gpu_mpi_works(comm, self._devices, name, LIMIT_S / 2)
             works, reason = self._proven[key]
             if not works:
                 raise TransportUnavailable(f"{reason}; use a GPU-aware MPI")
-        if way == "windows":
+        if name == "windows":
             transport: Transport = Windows(*arguments, devices=self._devices)
-        elif way == "messages":
+        elif name == "messages":
             transport = Messages(*arguments, devices=self._devices, hosts=self._world.hosts)
-        elif way == "nccl":
+        elif name == "nccl":
             transport = Nccl(*arguments, world=self._world, streams=self._streams)
             reason = "NCCL has connected the nodes"
         else:
@@ -126,24 +128,24 @@ class Probe:
             transport.close()
             empty_cache(self._devices)
             raise
-        if way == "host" and n > 1:
+        if name == "host" and n > 1:
             reason = buffers.pin(transport.memory)
-        return OpenedTransport(transport, buffers, f"{way} ({reason})" if reason else way)
+        return OpenedTransport(transport, buffers, f"{name} ({reason})" if reason else name)
 
-    def seconds(self, way: str) -> float:
+    def seconds(self, name: str) -> float:
         """Measure the seconds of a round along a ring, with messages of full size.
 
         Several rounds are timed. The result is the time of the fastest round on the slowest rank.
         After each round, all ranks agree whether it has failed on one of them, because otherwise
         some would start the next round.
 
-        :param way: name of the transport
+        :param name: name of the transport
         :raises TransportUnavailable: on all ranks, if anything fails on one
         """
         # a rank that hangs reaches its time limit after the others
         comm = with_timeout(self._comm, 2 * self._limit_s)
         buffers = max(1, self._many)
-        opened = agreed(comm, lambda: self.open(way, buffers, LIMIT_S), (RuntimeError,))
+        opened = agreed(comm, lambda: self.open(name, buffers, LIMIT_S), (RuntimeError,))
         rank = comm.rank
         n = comm.size
         left = (rank - 1) % n
@@ -161,7 +163,7 @@ class Probe:
         except TransportUnavailable as error:
             transport.abandon()
             keep_alive.append((opened, thread))  # closing them would wait for the failed round
-            raise TransportUnavailable(f"a round of {way} failed: {error}") from error
+            raise TransportUnavailable(f"a round of {name} failed: {error}") from error
         opened.buffers.close()
         thread.close()
         transport.close([(index, plan) for index in (1 + ROUNDS, 2 + ROUNDS)])
@@ -214,27 +216,27 @@ def open_transport(
             ) from error
     times: dict[str, float] = {}
     refused: dict[str, list[str]] = {}
-    for way in WAYS:
-        if (way == "nccl" and not probe.on_gpus) or (way == "host" and not times):
+    for name in TRANSPORTS:
+        if (name == "nccl" and not probe.on_gpus) or (name == "host" and not times):
             continue  # without an alternative, "host" need not be timed
         try:
-            times[way] = probe.seconds(way)
+            times[name] = probe.seconds(name)
         except TransportUnavailable as error:
-            refused.setdefault(str(error), []).append(way)
+            refused.setdefault(str(error), []).append(name)
     opened = None
     while opened is None:
-        way = fastest(times)
+        name = fastest(times)
         try:
-            opened = probe.open(way, buffers)
+            opened = probe.open(name, buffers)
         except (
             TransportUnavailable
         ) as error:  # the buffers may not fit, although the timed rounds' did
-            if way == "host":
+            if name == "host":
                 raise
-            del times[way]
-            refused.setdefault(str(error), []).append(way)
-    measured = [f"{way} {seconds * 1e3:.3g} ms" for way, seconds in times.items()]
-    failed = [f"no {', '.join(ways)}: {reason}" for reason, ways in refused.items()]
+            del times[name]
+            refused.setdefault(str(error), []).append(name)
+    measured = [f"{name} {seconds * 1e3:.3g} ms" for name, seconds in times.items()]
+    failed = [f"no {', '.join(names)}: {reason}" for reason, names in refused.items()]
     reason = "; ".join([*measured, *failed])
     opened.text = f"{opened.text} ({reason})" if reason else opened.text
     return opened
@@ -248,5 +250,5 @@ def fastest(times: dict[str, float]) -> str:
     """
     if not times:
         return "host"
-    best = min(times, key=lambda way: times[way])
+    best = min(times, key=lambda name: times[name])
     return "windows" if times.get("windows", float("inf")) <= AS_FAST * times[best] else best

@@ -141,7 +141,7 @@ class Windows(Transport):
         return in_flight
 
     def _put(self, slot: int, memory: torch.Tensor, span: slice, rank: int, offset: int) -> None:
-        """Put a part of a slot's message from device to device; a flush completes the transfer.
+        """Put bytes of a slot's message from device to device; a flush completes the transfer.
 
         :param slot: index of the slot
         :param memory: message of the slot, on its device, which is made current

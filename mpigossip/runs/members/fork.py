@@ -340,7 +340,7 @@ def fork(
     :raises JobError: if the fork is impossible, or the new folder exists
     """
     if to.exists():
-        raise JobError(f'--to "{to}" exists; name a new folder')
+        raise JobError(f'--to "{to}" exists; pass a folder that does not exist yet')
     disk = RecordStore(folder, shared=True)
     with SingleProcess() as world:
         setting = Setting(disk, job, settings, world)

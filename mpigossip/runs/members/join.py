@@ -688,7 +688,7 @@ def job_there(
     if differences:
         raise JobError(
             f'"{disk.root}" holds the training of another job ({"; ".join(differences[:4])}); '
-            f"to {command} it, omit JOB.toml, or name another folder"
+            f"to {command} this training, omit JOB.toml; otherwise, name another folder"
         )
     return job
 

@@ -38,7 +38,8 @@ def part_of(group: Group, flat: Any, ranks: int) -> Part | None:
     if not (isinstance(flat, ParameterLayout) and flat.is_row_major):
         raise JobError(
             f"node.ranks_per_node = {ranks}: each rank of a member writes consecutive elements of "
-            "the parameters, but node.channels_last changes their order in memory: leave it out"
+            "the parameters, but node.channels_last changes the order of the elements in memory: "
+            "remove node.channels_last"
         )
     row = torch.empty(flat.width, device="meta")
     counts = [sum(map(len, flat.inside(row, slot))) for slot in range(flat.slots)]
@@ -184,6 +185,7 @@ class Member:
         :param rounds: number of rounds that the member had completed when it published the model
         :param chunks: number of chunks that it had trained in these rounds
         :param names: last parts of the names of the arrays to load, such as "momentum"; None: all
+            arrays
         """
         engine = self.engine
         replicas = self.trainer.replicas

@@ -164,8 +164,7 @@ def for_ranks(job: Job, world: World) -> Job:
         raise JobError(
             f"node.ranks_per_node = {setting!r}: all ranks of a member must be on one host, but "
             f"these {world.size} are on {world.nodes.count} hosts: start each member separately, "
-            "as in `srun "
-            "--nodes=1 --ntasks=8 mpigossip join RUN JOB.toml` or a batch array"
+            "by `srun --nodes=1 --ntasks=8 mpigossip join RUN JOB.toml` or by a job array"
         )
     return _divided(shape.with_ranks(job, world.size), world.size)
 

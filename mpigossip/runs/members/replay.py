@@ -121,9 +121,9 @@ class ReplayLog:
             return
         numbers = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
         raise StoreError(
-            f"{self.place.disk.root}: the training has ended, but no record of {len(missing)} of "
-            f"its {chunks} chunks is listed here (chunks {numbers}): wait until this host renews "
-            "its listing of chain/, or copy the missing records there, and replay again"
+            f"{self.place.disk.root}: the training has ended, but the records of {len(missing)} of "
+            f"its {chunks} chunks are missing in chain/ on this host (chunks {numbers}): wait "
+            "until the host lists them, or copy them to chain/, and replay again"
         )
 
     def round(self, version: Version) -> Round:
@@ -224,7 +224,7 @@ class ReplayLog:
         if missing := [dependency for dependency in inputs if dependency not in self.models]:
             raise StoreError(
                 f"{record_name(*version)} depends on {record_name(*missing[0])}, which is later: "
-                "one of these two records is wrong; replace it by an intact copy of the file"
+                "one of these two records is wrong; replace the wrong file by an intact copy"
             )
         models = [self.models[dependency] for dependency in inputs]
         for dependency in inputs:

@@ -44,7 +44,7 @@ def test_ucx_before_1_19_supports_one_gpu_per_process(ranks, version, devices, a
 
 
 def hung(comm, way):
-    """Let a call hang on rank 1; return its message, that of a second test, ranks and seconds."""
+    """Let a call hang on rank 1; return the messages of two tests, ranks and seconds."""
     import threading
     import time
 
