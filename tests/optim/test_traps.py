@@ -864,7 +864,7 @@ def test_training_and_saving_inside_averaged_are_rejected(tmp_path):
     optimizer = mpigossip.Gossip(world, model, sgd(model), run=tmp_path)
     with optimizer.averaged():
         for name, call in INSIDE_AVERAGED.items():
-            with pytest.raises(JobError, match=naming(f"{name}()", "inside averaged()")):
+            with pytest.raises(JobError, match=naming(f"{name}() inside averaged()")):
                 call(model, optimizer)
     train(optimizer, model, 0, range(1))
     world.close()

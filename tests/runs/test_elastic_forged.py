@@ -67,7 +67,7 @@ FORGED = {
         lambda path: change_node_file(
             path, set_dataset("arrays/state/momentum", np.zeros(3, np.float32)), 1
         ),
-        "can't be used",
+        ("can't be used", "state"),
     ),
     "steps": (facts(steps_per_epoch=0), ("steps_per_epoch = 0", "integer")),
 }
