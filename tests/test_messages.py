@@ -59,7 +59,7 @@ def sought_by(node: ast.AST) -> list[ast.expr]:
 
 
 def literals(expression: ast.expr, names: list[tuple[str, ast.expr]]) -> Iterator[str]:
-    """Yield the literal texts of an expression; those of one tuple or f-string are one text."""
+    """Yield the literal texts of an expression; a tuple or an f-string is one text."""
     constants = [node for node in ast.walk(expression) if isinstance(node, ast.Constant)]
     yield " ".join(node.value for node in constants if isinstance(node.value, str))
     used = {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
