@@ -6,6 +6,7 @@ import inspect
 import io
 import itertools
 import random
+import re
 import runpy
 import sys
 from collections.abc import Callable, Collection, Iterable
@@ -24,6 +25,47 @@ def catching(error: type[Exception]) -> tuple[list[str], Callable]:
         messages.append(str(caught.value))
 
     return messages, catch
+
+
+QUOTED = re.compile(r"""\"[^\"]*\"|(?<!\w)'[^']*'(?!\w)|`[^`]*`""")
+MAX_PROSE = 4
+"""Largest number of words of prose in a pattern of a message."""
+
+
+def prose(text: str) -> list[str]:
+    """Return the words of prose in a text or pattern: they are free to change.
+
+    Quoted texts, names (`data.batch`, `--nodes`, `JobError`), paths, numbers and parts of a pattern
+    such as `\\d+` are not prose: users, programs and pages rely on them.
+    """
+    words = (word.strip(".,:;!?()[]…") for word in QUOTED.sub(" ", text).split())
+    return [word for word in words if re.fullmatch(r"[a-z][a-z'’-]+", word)]
+
+
+def naming(*fragments: object) -> str:
+    """Return a pattern of messages that contain all fragments, in any order, as whole words.
+
+    Fragments are the name of a setting, the value, the limit, a name in the remedy, or one to three
+    words that distinguish the message from others; the rest of a message may be reworded without a
+    change of tests. A fragment 1 is contained neither in 12 nor in 1.5, and "batch" not in
+    "data.batch". A tuple stands for its items, so that a column of cases can hold several.
+    """
+    texts = [
+        str(text)
+        for fragment in fragments
+        for text in (fragment if isinstance(fragment, tuple) else [fragment])
+    ]
+    assert all(texts) and texts, "a fragment is empty"
+    words = [word for text in texts for word in prose(text)]
+    assert len(words) <= MAX_PROSE, f"{texts} pins prose: {words}; name the setting and the value"
+    return r"(?s)\A" + "".join(
+        "(?=.*"
+        + (r"(?<![\w-])(?<!\w\.)" if re.match(r"\w", text) else "")
+        + re.escape(text)
+        + (r"(?![.-]?\w)" if re.search(r"\w\Z", text) else "")
+        + ")"
+        for text in texts
+    )
 
 
 def on_each(names: str | Iterable[str], values: Iterable, few: Collection = ()) -> Callable:

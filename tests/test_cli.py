@@ -21,7 +21,7 @@ from mpigossip.cluster.world import SingleProcess
 from mpigossip.config.errors import Failure
 from mpigossip.config.readable import print_safe
 from mpigossip.graphs.search import search
-from tests.cases import every, on_each
+from tests.cases import every, naming, on_each
 from tests.store.examples import folder_of_images
 
 JOB = str(Path(__file__).parents[1] / "jobs" / "digits.toml")
@@ -125,7 +125,7 @@ SEARCH = ["graph", "search", "--nodes", "8", "--out", "g.json"]
         (["simulate", JOB, "--nodes", "2000"], "2000"),
         (["log", "show", "nowhere"], 'no run "nowhere"; `mpigossip train'),
         (["study", ".."], ".. is a folder"),
-        (["examples", "copy", "gpt", "--to", JOB], "a file with this name exists"),
+        (["examples", "copy", "gpt", "--to", JOB], "this name exists"),
         (["doctor", "--devices", "gpu"], 'argument --devices: "gpu": must be "auto"'),
         (["plot", "runs/digits"], "did you mean `mpigossip log plot`?"),
         (["members"], "did you mean `mpigossip join`?"),
@@ -244,7 +244,7 @@ def test_a_text_larger_than_the_buffer_of_a_full_standard_output_is_reported(mon
     with Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert cli.main(["join", "runs/big"]) == 1
-    assert "standard output can't be written: No space left" in capfd.readouterr().err
+    assert "standard output can't" in capfd.readouterr().err
 
 
 def test_an_error_of_another_file_is_not_attributed_to_standard_output(monkeypatch, capfd):
@@ -256,7 +256,7 @@ def test_an_error_of_another_file_is_not_attributed_to_standard_output(monkeypat
     monkeypatch.setattr("mpigossip.commands.train._join", full)
     with Path(os.devnull).open("w") as output:
         monkeypatch.setattr(sys, "stdout", output)
-        with pytest.raises(OSError, match="No space left on device"):
+        with pytest.raises(OSError, match=naming("No space left on device")):
             cli.main(["join", "runs/big"])
     assert "standard output" not in capfd.readouterr().err
 
@@ -384,7 +384,7 @@ def test_the_imagenet_job_runs_small_on_a_packed_folder(alone, tmp_path):
 def test_a_finished_run_is_printed_again_and_not_trained_again(alone, tmp_path):
     first = alone("simulate", JOB, "--nodes", 2, *SHORT)
     second = alone("simulate", JOB, "--nodes", 2, *SHORT)
-    assert digest(first) == digest(second) and "the training has ended already" in second.stdout
+    assert digest(first) == digest(second) and "has ended already" in second.stdout
 
 
 def test_bench_prints_and_writes_rows_and_omits_sizes_without_enough_memory(pooled, tmp_path):

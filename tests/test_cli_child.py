@@ -26,7 +26,7 @@ def ended(does: str) -> subprocess.CompletedProcess:
 def test_a_crash_is_reported_in_one_line(number):
     left = ended(f"os.kill(os.getpid(), {int(number)})")
     assert left.returncode == 1 and "Traceback" not in left.stderr
-    assert f"`log show x` crashed ({number.name}), as the HDF5 library does" in left.stderr
+    assert f"`log show x` crashed ({number.name})" in left.stderr
 
 
 def test_exit_codes_and_other_signals_are_passed_on():

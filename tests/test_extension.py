@@ -18,7 +18,7 @@ from mpigossip.runs import start_and_resume
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
-from tests.cases import on_each
+from tests.cases import naming, on_each
 from tests.jobs import train
 
 OWN = '''
@@ -272,7 +272,7 @@ def test_a_state_of_float64_that_was_saved_with_padding_is_loaded(own):
     resumed.load_state_dict(state)
     assert torch.equal(train_steps(again, resumed, 2), wanted)
     parts = gossip.engine.parts()["state/momentum"]
-    with pytest.raises(ValueError, match="512 elements.* 23 "):
+    with pytest.raises(ValueError, match=naming("512", "23")):
         scatter_row(np.zeros(512), parts, 0, replace(flat, size=1024, slots=2))
 
 
@@ -353,7 +353,7 @@ def test_a_time_varying_graph_in_a_custom_loop(ranks):
         for got, wanted in pool(varying_loop, kind, timeout=180):
             np.testing.assert_allclose(got, wanted, rtol=1e-6, err_msg=kind)
     for kind, says in [
-        ("by rank", "graph.name = .sequence .given..: its first 64 rounds differ"),
+        ("by rank", "graph.name = .* 64 rounds"),
         ("function", "period="),
     ]:
         for said in pool(varying_loop, kind, timeout=180):
@@ -373,34 +373,34 @@ def too_late(comm, folder):
 
 def test_a_round_of_more_neighbours_than_stated_is_not_sent(ranks, tmp_path):
     for said in ranks(3)(too_late, tmp_path, timeout=180):
-        assert "round 70 has 2 in-neighbours, more than the stated degree = 1" in said
+        assert re.search(naming("round 70", "degree = 1"), said)
     assert read(tmp_path / "log.h5").steps["loss"].shape[0] <= 70
 
 
 @pytest.mark.parametrize(
     "sections, says",
     [
-        ({"algorithm": {"name": "mine:heavy_bal"}}, "mine has no heavy_bal"),
-        ({"algorithm": {"name": "mine:heavy_ball", "betta": 1}}, "betta: unknown; .*: beta"),
-        ({"algorithm": {"name": "mine:three"}}, "is of type int; it should be a function"),
-        ({"algorithm": {"name": "mine:demanding"}}, 'needs contains "unsigned"; did you mean'),
-        ({"algorithm": {"name": "nowhere:thing"}}, "nowhere can't be imported"),
-        ({"model": {"name": "wrong:net"}}, "AttributeError at .*wrong.py:2: module 'os' has no"),
-        ({"data": {"source": "typo:data"}}, "SyntaxError: .*typo.py, line 1"),
-        ({"data": {"source": "mine:wrong"}}, "returned int; it should return a .*Source"),
-        ({"data": {"source": "mine:Plain"}}, "returned Plain; it should return a .*Source"),
-        ({"data": {"source": "mine:three"}}, "is of type int; it should be a function"),
-        ({"data": {"source": "mine:own_needs"}}, "takes 1 positional.* return a .*Source"),
+        ({"algorithm": {"name": "mine:heavy_bal"}}, ("mine", "heavy_bal")),
+        ({"algorithm": {"name": "mine:heavy_ball", "betta": 1}}, ("betta", "beta")),
+        ({"algorithm": {"name": "mine:three"}}, ("mine:three", "type int")),
+        ({"algorithm": {"name": "mine:demanding"}}, ("needs", '"unsigned"')),
+        ({"algorithm": {"name": "nowhere:thing"}}, ("nowhere", "imported")),
+        ({"model": {"name": "wrong:net"}}, ("AttributeError", "wrong.py:2", "'os'")),
+        ({"data": {"source": "typo:data"}}, ("SyntaxError", "typo.py, line 1")),
+        ({"data": {"source": "mine:wrong"}}, ("returned int", "mpigossip.data.sources.Source")),
+        ({"data": {"source": "mine:Plain"}}, ("returned Plain", "mpigossip.data.sources.Source")),
+        ({"data": {"source": "mine:three"}}, ("mine:three", "type int")),
+        ({"data": {"source": "mine:own_needs"}}, ("1 positional", "mpigossip.data.sources.Source")),
         ({"model": {"name": "mine:wrong"}}, "returned int"),
-        ({"model": {"name": "mine:frozen"}}, "no parameter to train"),
-        ({"model": {"name": "mine:Twice"}}, r"returns a tuple .*\(1, 2\).*`.logits`"),
-        ({"model": {"name": "mine:configured"}}, "can't be built .* no attribute 'hidden_size'"),
-        ({"log": {"hooks": ["mine:wrong"]}}, "returned int; it should return a .*Hook"),
-        ({"log": {"hooks": ["tensorbord"]}}, "must be one of tensorboard"),
+        ({"model": {"name": "mine:frozen"}}, ("mine:frozen", "no parameter")),
+        ({"model": {"name": "mine:Twice"}}, ("tuple", "(1, 2)", "`.logits`")),
+        ({"model": {"name": "mine:configured"}}, ("mine:configured", "'hidden_size'")),
+        ({"log": {"hooks": ["mine:wrong"]}}, ("returned int", "Hook")),
+        ({"log": {"hooks": ["tensorbord"]}}, ("tensorbord", "tensorboard")),
     ],
 )
 def test_an_invalid_part_is_named_with_the_expected_form(own, sections, says):
-    with pytest.raises(JobError, match=says):
+    with pytest.raises(JobError, match=naming(says)):
         train(job(own, **sections), 10)
 
 

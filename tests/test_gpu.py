@@ -11,7 +11,7 @@ from mpigossip.mixing.combine import weighted_sum
 from mpigossip.mixing.kernels import gpu_sum
 from mpigossip.training import assemble
 from mpigossip.training.capture import Captured
-from tests.cases import every, on_each
+from tests.cases import every, naming, on_each
 from tests.double import active
 from tests.double.devices import job, on_ranks, settings_of, trained
 from tests.mixing.device.rounds import compare
@@ -144,7 +144,7 @@ class Waits(torch.nn.Module):
 def test_a_model_that_waits_for_the_gpu_trains_eagerly():
     settings = ["model.name=tests.test_gpu:Waits"]
     assembly = assemble.assemble(job("mlp", "cuda:0", *settings), SingleProcess(), 1)
-    with pytest.warns(UserWarning, match="can't be captured"):
+    with pytest.warns(UserWarning, match=naming("can't be captured")):
         assembly.trainer.step()
     for _ in range(4):  # on batches, too, whose copies were begun after the capture
         assert np.isfinite(float(assembly.trainer.step().loss))

@@ -19,6 +19,7 @@ from mpigossip.mixing import lossy_wires, wire
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.training import assemble
+from tests.cases import naming
 from tests.jobs import train
 
 
@@ -150,7 +151,7 @@ def test_their_options_and_needs_are_checked_like_all_others(added):
     with pytest.raises(JobError) as caught:
         assemble.load(JOB, wrong)
     assert len(caught.value.messages) == len(wrong), caught.value
-    with pytest.raises(JobError, match="doubly stochastic"), SingleProcess() as alone:
+    with pytest.raises(JobError, match=naming("doubly stochastic")), SingleProcess() as alone:
         assemble.assemble(
             assemble.load(JOB, ["graph.name=star", "graph.weights=uniform"]), alone, 4
         )

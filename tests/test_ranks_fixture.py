@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests import launch, warmserver
+from tests.cases import naming
 from tests.rankpool import RankError, Ranks
 
 WARM = str(launch.REPO / "tests" / "warmserver.py")
@@ -64,8 +65,8 @@ def test_messages_of_one_call_do_not_reach_the_next(ranks):
 def test_a_failing_call_is_shown_and_leaves_nothing_behind_and_the_next_works(own, mpirun):
     """Ranks raise, hang or die; the pool starts again after each failure."""
     for failure, says in (
-        (raises_on_one, ["ValueError: no good on 1", "in raises_on_one", "from ranks [0]"]),
-        (hangs, ["no answer within ", "from ranks [1]", "to wait for ever", "in hangs"]),
+        (raises_on_one, ["ValueError: no good on 1", "raises_on_one", "[0]"]),
+        (hangs, ["no answer", "[1]", "in hangs"]),
         (dies, ["rank 1: died"]),
     ):
         assert len(own(2)(sum_of_ranks, 0)) == 2
@@ -120,7 +121,7 @@ def test_mpirun_kills_at_the_deadline(mpirun, mpistart):
     code = "import time; print('begun', flush=True); time.sleep(600)"
     running = mpistart(2, [sys.executable, "-c", code])
     launch.until(lambda: running.output()[0].count("begun") == 2, 60, "both have begun")
-    with pytest.raises(pytest.fail.Exception, match=r"(?s)no end within.*begun"):
+    with pytest.raises(pytest.fail.Exception, match=naming("no end", "begun")):
         running.finish(timeout=2)
     assert not launch.marked(running.token)
 
@@ -128,5 +129,5 @@ def test_mpirun_kills_at_the_deadline(mpirun, mpistart):
 @pytest.mark.every
 def test_mpirun_reports_what_outlives_it(mpirun):
     code = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
-    with pytest.raises(pytest.fail.Exception, match="left running: .'sleep 600"):
+    with pytest.raises(pytest.fail.Exception, match=naming("left running", "'sleep 600")):
         mpirun(0, [sys.executable, "-c", code])

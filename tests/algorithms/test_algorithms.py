@@ -18,7 +18,7 @@ from mpigossip.training.parts import make_graph
 from mpigossip.training.rules import lacking
 from tests import battery, launch
 from tests.battery import Driver, driven, on_ranks
-from tests.cases import every, few, on_each, with_world
+from tests.cases import every, few, naming, on_each, with_world
 
 CASES = list(battery.cases())
 FEW = few(CASES)
@@ -447,7 +447,7 @@ def test_an_ahead_send_changes_nothing(case):
         (
             "algorithm.name=sparseloco cadence.name=every",
             6,
-            ["only averages over all nodes", '"cpsgd"'],
+            ["only averages", '"cpsgd"'],
         ),
         ("algorithm.name=sparta node.wire=random-k", 6, ["same elements", '"shared-k"']),
         ("algorithm.name=dmsgd node.wire=sign", 6, ['"choco"', '"parallel"']),
@@ -469,26 +469,26 @@ def test_negative_weights_are_borne_as_long_as_nodes_agree():
     assert lacking(averaging, graph("star", 16, "laplacian")) == []
     apart = from_matrices([3 * np.eye(3) - np.full((3, 3), 2 / 3)])
     (missing,) = lacking(averaging, apart)
-    assert "differ more in each round" in missing
+    assert "differ more" in missing
     assert lacking(frozenset({"always-global"}), apart) == []
 
 
 @on_each(
     ("settings", "words"),
     [
-        ("algorithm.name=cpsgd cadence.name=always", "cpsgd"),
-        ("algorithm.name=qsgd node.wire=bf16", "qsgd"),
-        ("algorithm.name=qsgd graph.name=ring", "complete"),
-        ("algorithm.name=dmsgd algorithm.beta=1.0", "below 1"),
-        ("algorithm.name=detag algorithm.phase=0", "algorithm.phase"),
-        ("cadence.name=every cadence.period=0", "cadence.period"),
-        ("node.levels=128", "node.levels"),
-        ("node.density=0", "node.density"),
+        ("algorithm.name=cpsgd cadence.name=always", ('cadence.name = "always"', '"cpsgd"')),
+        ("algorithm.name=qsgd node.wire=bf16", ('node.wire = "bf16"', '"qsgd"')),
+        ("algorithm.name=qsgd graph.name=ring", ('graph.name = "ring"', '"complete"')),
+        ("algorithm.name=dmsgd algorithm.beta=1.0", ("algorithm.beta = 1.0", "1")),
+        ("algorithm.name=detag algorithm.phase=0", ("algorithm.phase = 0", "1")),
+        ("cadence.name=every cadence.period=0", ("cadence.period = 0", "1")),
+        ("node.levels=128", ("node.levels = 128", "127")),
+        ("node.density=0", ("node.density = 0.0", "1")),
         ("algorithm.name=dmsgd algorithm.style=awc", "algorithm.style"),
     ],
 )
 def test_mistakes_in_one_section_are_found_when_the_job_is_read(settings, words):
-    with pytest.raises(JobError, match=words):
+    with pytest.raises(JobError, match=naming(words)):
         battery.job(settings)
 
 

@@ -12,7 +12,7 @@ from mpigossip.config import JobError
 from mpigossip.training.schedule import blend_weight
 from tests import battery
 from tests.battery import Double, Driver, take_over
-from tests.cases import on_each, with_world
+from tests.cases import naming, on_each, with_world
 
 STEPS = 40
 LINEAR = "algorithm.name=dsgd local.name=sgd algorithm.blend=0.1 algorithm.blend_end=0.9"
@@ -94,12 +94,12 @@ def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n):
 def loop(world):
     model = nn.Linear(2, 2)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(JobError, match="blend_end = 1: needs the number of steps"):
+    with pytest.raises(JobError, match=naming("blend_end = 1", "steps")):
         mpigossip.Gossip(world, model, inner, "dsgd", blend_end=1.0)
     gossip = mpigossip.Gossip(world, model, inner, "dsgd", blend=0.5)
     model(torch.ones(1, 2)).sum().backward()
     gossip.step()
-    with pytest.raises(JobError, match="a blend, the step decides"):
+    with pytest.raises(JobError, match=naming("average()", "blend")):
         gossip.average()
 
 

@@ -15,7 +15,7 @@ from mpigossip.training.parts import make_graph, make_parts
 from mpigossip.training.rules import state_warning
 from tests import battery
 from tests.battery import FLAT, Double, Driver, job, take_over
-from tests.cases import on_each, with_world
+from tests.cases import naming, on_each, with_world
 
 STEPS = 40
 ADAM = "algorithm.name=dsgd local.name=adamw"
@@ -188,7 +188,7 @@ def test_an_array_with_infinite_values_is_not_sent():
     for _ in range(3):
         trainer.step()
     local_arrays(trainer.engine.states[0])["second"][1, 5] = float("inf")
-    with pytest.raises(NonFiniteError, match=r"step 3: 1 values of the array second that node 1"):
+    with pytest.raises(NonFiniteError, match=naming("step 3", "second", "node 1")):
         trainer.step()
 
 
@@ -198,7 +198,7 @@ def test_an_optimizer_without_arrays_is_rejected_at_the_first_average():
     options = {"average_state": {"momentum_buffer": 1}}
     gossip = mpigossip.Gossip(SingleProcess(), model, inner, "dsgd", **options)
     model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(JobError, match="SGD keeps no arrays"):
+    with pytest.raises(JobError, match=naming("SGD", "no arrays")):
         gossip.step()
 
 
@@ -208,7 +208,7 @@ def wrong_loop(world):
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)
     gossip = mpigossip.Gossip(world, model, inner, "dsgd", average_state={"second": 1})
     model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(JobError, match="has no array of this name, but exp_avg, exp_avg_sq"):
+    with pytest.raises(JobError, match=naming("exp_avg, exp_avg_sq")):
         gossip.step()
 
 
@@ -235,7 +235,7 @@ def test_errors_name_the_setting_and_a_remedy(settings):
 
 
 def test_a_period_of_zero_is_rejected():
-    with pytest.raises(JobError, match="average_state"):
+    with pytest.raises(JobError, match=naming("algorithm.average_state = 0", "1")):
         assemble.load({}, [*ADAM.split(), "algorithm.average_state={second=0}"])
 
 

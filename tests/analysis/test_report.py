@@ -28,7 +28,7 @@ from mpigossip.store.log import Column, LogWriter, read
 from mpigossip.store.log_export import to_csv
 from mpigossip.studies.seeds import parted
 from tests.analysis.figures import overlapping
-from tests.cases import every
+from tests.cases import every, naming
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -158,7 +158,7 @@ def test_short_long_and_empty_runs(tmp_path, options):
     plot([folder], tmp_path / "one.png")
     assert drawn(tmp_path / "one.png").std() > 5
     text = table(read(folder / "log.h5"))
-    assert ("no evaluation; metrics of steps" in text) == (options.get("evaluations") == ())
+    assert ("no evaluation" in text) == (options.get("evaluations") == ())
     assert ("no steps yet" in text) == (options.get("steps") == 0)
 
 
@@ -186,9 +186,9 @@ def test_the_axis_of_members_has_integer_ticks(tmp_path):
 
 
 def test_a_missing_log_and_a_missing_folder(tmp_path):
-    with pytest.raises(StoreError, match="doesn't exist"):
+    with pytest.raises(StoreError, match=naming("doesn't exist")):
         plot([tmp_path / "none"], tmp_path / "a.png")
-    with pytest.raises(StoreError, match="can't be written"):
+    with pytest.raises(StoreError, match=naming("can't be written")):
         plot([run(tmp_path / "a")], tmp_path / "no/a.png")
 
 
@@ -200,7 +200,7 @@ def test_table(tmp_path):
     assert lines[5].split() == cells
     assert len({len(line) for line in lines[2:6]}) == 1 and "local*" in lines[2]
     assert max(map(len, lines)) <= 80
-    assert lines[6].startswith("* accuracy of each node on its own 1/3 of the test samples")
+    assert "accuracy of each node" in lines[6] and "1/3" in lines[6]
     assert lines[9].startswith("a step takes ") and "compute" in lines[9] and "idle" in lines[9]
     assert lines[-1] == "digest    " + "ab" * 32
 

@@ -15,7 +15,7 @@ from mpigossip.cluster import batch
 from mpigossip.cluster.batch import BatchRequest, read_site, script, seconds_of, sites
 from mpigossip.config import JobError
 from mpigossip.config.errors import OK, STOPPED, WRONG
-from tests.cases import on_each
+from tests.cases import naming, on_each
 
 REPO = Path(__file__).parents[2]
 JOB = str(REPO / "jobs" / "digits.toml")
@@ -110,7 +110,7 @@ def test_every_site_gives_a_script_that_bash_can_read(name):
     text = made(name)
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     assert "@" not in re.sub(r"USR2@180", "", text)
-    assert "never tested on the machine itself" in text
+    assert "never tested" in text
     assert "mpigossip train jobs/digits.toml || code=$?" in text
     directives = [
         line for line in text.splitlines() if line.startswith(("#SBATCH", "#PBS", "#flux:"))
@@ -177,12 +177,12 @@ def test_every_site_can_start_several_ranks_per_node(name):
     one = made(name)
     several = made(name, ranks=4)
     assert "One rank per host" in one and "RANKS=" not in one
-    assert "4 ranks per host; each sees all GPUs of the host and uses its own." in several
+    assert "4 ranks per host; " in several
     assert "RANKS=4 TASKS=16 CORES=" in several
     habit = batch.read_site(name).examples_use
     for text, own in ((one, "node"), (several, "gpu")):
         other = own == "node" and habit == "gpu"
-        assert ("The centre's own examples start one per GPU" in text) == other
+        assert ("start one per GPU" in text) == other
     launch = next(line for line in several.splitlines() if " mpigossip train " in line)
     if batch.read_site(name).scheduler == "slurm":
         assert "#SBATCH --ntasks-per-node=4" in several
@@ -244,7 +244,7 @@ def test_ranks_share_the_available_cores():
 
 def test_a_site_without_a_launcher_for_several_ranks_is_rejected():
     site = replace(batch.read_site("generic-slurm"), launcher_multi="")
-    with pytest.raises(JobError, match="launcher_multi"):
+    with pytest.raises(JobError, match=naming("launcher_multi")):
         made_of = BatchRequest(nodes=2, seconds=600, ranks=2)
         script(site, "a.toml", [], Path("run"), made_of)
 
@@ -264,7 +264,7 @@ def test_a_site_without_a_launcher_for_several_ranks_is_rejected():
         (
             ["node.ranks_per_node=2", "graph.name=one-peer-hypercube"],
             ["--ranks", "4"],
-            "power of two nodes, got 6",
+            "two nodes, got 6",
         ),
     ],
 )
@@ -301,7 +301,7 @@ def test_time_limits(text, seconds):
 
 @on_each("text", ["", "0", "59s", "-1", "1:00", "2w", "1h\n", "1h;id", "٣", "9999d"])
 def test_wrong_time_limits(text):
-    with pytest.raises(JobError, match="--time"):
+    with pytest.raises(JobError, match=naming("--time")):
         seconds_of(text)
 
 
@@ -331,10 +331,10 @@ def test_mpi_replaces_another_choice_of_the_launcher(launcher):
 
 def test_mpi_is_an_option_of_srun_only():
     for wish in ({"site": "generic-pbs"}, {"launcher": "mpirun -n 4"}):
-        with pytest.raises(JobError, match='--mpi "pmix": .* begins with "mpi.*only srun'):
+        with pytest.raises(JobError, match=naming('--mpi "pmix"', "srun")):
             made(**wish, mpi="pmix")
     for wrong in ("list", "", "a b", "$(id)", "-n"):
-        with pytest.raises(JobError, match="--mpi .*: must be a plugin of Slurm"):
+        with pytest.raises(JobError, match=naming("--mpi", "plugin of Slurm")):
             made(mpi=wrong)
 
 
@@ -384,13 +384,13 @@ def test_an_unknown_site_names_the_folder_of_the_centre_and_all_names(centre):
     for part in ('site "mars" is unknown', str(centre), "MPIGOSSIP_SITES", "ours", "lumi", ".toml"):
         assert part in text
     (centre / "ours.toml").write_text("= broken")
-    with pytest.raises(JobError, match=f"{re.escape(str(centre))}/ours.toml.*not TOML"):
+    with pytest.raises(JobError, match=naming(f"{centre}/ours.toml", "TOML")):
         read_site("ours")
 
 
 def test_a_folder_of_sites_that_is_missing_is_an_error(centre, monkeypatch):
     monkeypatch.setenv("MPIGOSSIP_SITES", str(centre / "none"))
-    with pytest.raises(JobError, match="MPIGOSSIP_SITES = .*none.*correct .* or unset"):
+    with pytest.raises(JobError, match=naming("MPIGOSSIP_SITES", f"{centre}/none", "unset")):
         read_site("lumi")
     assert read_site(str(centre / "ours.toml")).title == "our ours"  # a path needs no folder
 
@@ -532,7 +532,7 @@ def test_directives_take_no_foreign_text(evil):
     (line,) = [line for line in text.splitlines() if line.startswith("#SBATCH --job-name")]
     assert re.fullmatch(r"#SBATCH --job-name=[A-Za-z0-9_.+-]+", line)
     for what in NAMED:
-        with pytest.raises(JobError, match=f"--{what}"):
+        with pytest.raises(JobError, match=naming(f"--{what}")):
             made(**{what: evil})
 
 
@@ -547,7 +547,7 @@ def test_line_breaks_and_control_characters_are_rejected(evil):
         {"venv": evil},
         {"launcher": evil},
     ):
-        with pytest.raises(JobError, match="control characters"):
+        with pytest.raises(JobError, match=naming("control characters")):
             made(**wrong)
     assert "\n#SBATCH --uid" not in made(name=evil)
 
@@ -557,28 +557,28 @@ def test_a_launcher_is_words_with_variables_and_no_more(execute):
     done, words = execute(text)
     assert done.returncode == 0
     assert words[:7] == ["srun", "-n", "9", "a b", "$(id)", ";touch", "HACKED"]
-    with pytest.raises(JobError, match="launcher"):
+    with pytest.raises(JobError, match=naming("launcher")):
         made(launcher="srun 'open")
 
 
 @pytest.mark.parametrize(
     "line, says",
     [
-        ('directives = ["--x=$(id)"]', "directives"),
-        ('directives = ["--x\\n#SBATCH --y"]', "directives"),
-        ('modules = ["gcc; id"]', "modules"),
-        ('notes = ["a\\nid"]', "notes"),
-        ("tested = true", "tested"),
-        ('scheduler = "lsf"', "scheduler"),
-        ("gpus = -1", "gpus"),
+        ('directives = ["--x=$(id)"]', "directives ="),
+        ('directives = ["--x\\n#SBATCH --y"]', "directives ="),
+        ('modules = ["gcc; id"]', "modules ="),
+        ('notes = ["a\\nid"]', "notes ="),
+        ("tested = true", "tested ="),
+        ('scheduler = "lsf"', "scheduler ="),
+        ("gpus = -1", "gpus ="),
         ('colour = "red"', "colour"),
         ('[environment]\n"A;id" = "1"', "A;id"),
         ('[environment]\nA = "x\\nid"', "environment"),
         ("[environment]\nA = 1", "environment"),
-        ("environment = 3", "environment = 3: needs a table"),
-        ("workarounds = [3]", "workarounds = 3: needs a table"),
-        ('[[workarounds]]\nwhat = "no date"', "since"),
-        ("= broken", "not TOML"),
+        ("environment = 3", ("environment = 3", "table")),
+        ("workarounds = [3]", ("workarounds = 3", "table")),
+        ('[[workarounds]]\nwhat = "no date"', "workarounds.since"),
+        ("= broken", "TOML"),
     ],
 )
 def test_a_site_file_is_checked(tmp_path, line, says):
@@ -592,7 +592,7 @@ def test_a_site_file_is_checked(tmp_path, line, says):
     }
     lines.pop(line.split(" ")[0], None)
     own.write_text("\n".join(f"{key} = {value}" for key, value in lines.items()) + "\n" + line)
-    with pytest.raises(JobError, match=re.escape(says)):
+    with pytest.raises(JobError, match=naming(says)):
         read_site(str(own))
 
 
@@ -611,9 +611,9 @@ def test_a_custom_site_file_is_quoted_too(tmp_path, execute):
 
 
 def test_unknown_sites_and_missing_options_are_explained(tmp_path):
-    with pytest.raises(JobError, match='did you mean "perlmutter"'):
+    with pytest.raises(JobError, match=naming('"perlmutter"')):
         read_site("perlmuter")
-    with pytest.raises(JobError, match="No such file"):
+    with pytest.raises(JobError, match=naming("No such file")):
         read_site(str(tmp_path / "none.toml"))
     with pytest.raises(JobError) as error:
         script(read_site("lumi"), "j.toml", [], Path("runs/j"), BatchRequest(nodes=0, seconds=600))
@@ -686,7 +686,7 @@ def test_the_command_prints_a_script_and_checks_the_job_first(alone):
 def test_a_slurm_without_a_number_of_gpus_is_rejected_unless_the_job_uses_cpus(alone, tmp_path):
     given = [JOB, "--nodes", "2", "--time", "1m"]
     done = alone("job", "generic-slurm", *given)
-    assert done.returncode == 2 and "Slurm would assign none; pass --gpus G" in done.stderr
+    assert done.returncode == 2 and "pass --gpus G" in done.stderr
     assert alone("job", "generic-slurm", *given, "node.devices=cpu:1").returncode == 0
     ours = tmp_path / "ours.toml"
     text = sites()["generic-slurm"].read_text("utf-8")
@@ -747,10 +747,10 @@ def test_a_program_without_a_run_directory_is_never_queued_again(execute, alone,
     "words, says",
     [
         (["train.py"], "--program 'python train.py'"),
-        ([], "name a job, such as digits, or a program"),
+        ([], "name a job"),
         (["digits", "--program", "python a.py"], "--program takes no job"),
         (["digits", "--run", "runs/a"], "set run.output=runs/a"),
-        (["--program", "python 'a"], "can't be split into words"),
+        (["--program", "python 'a"], "python 'a"),
         (["--program", " "], "such as 'python train.py'"),
     ],
 )

@@ -13,6 +13,7 @@ from mpigossip.graphs import graph
 from mpigossip.mixing import open_mixer
 from mpigossip.mixing.base import MessageLayout
 from mpigossip.mixing.synchronous import Synchronous
+from tests.cases import naming
 
 pytestmark = pytest.mark.both
 
@@ -54,10 +55,8 @@ def opens_without_rank_1(comm, mixer):
 def test_opening_a_mixer_names_the_missing_rank(ranks):
     for mixer in ("synchronous", "asynchronous"):
         message, _ = ranks(2)(opens_without_rank_1, mixer, timeout=60)
-        assert re.match(
-            r"not all ranks have reached MPI's \S+; no message has arrived from rank 1 on ",
-            str(message),
-        ), (mixer, message)
+        named = naming("not all ranks", "MPI's", "rank 1")
+        assert re.search(named, str(message)), (mixer, message)
 
 
 def does_not_return(comm):
@@ -118,11 +117,7 @@ def test_a_rank_that_stops_in_a_blocking_call_is_named(ranks):
     assert third == []
     for said in (first, second):
         assert len(said) == 1, said
-        assert re.fullmatch(
-            r"MPI's allgather doesn't return; no message has arrived from rank 2 on \S+ "
-            r"\(waited 3 s\)",
-            said[0],
-        )
+        assert re.search(naming("MPI's allgather", "rank 2", "waited 3 s"), said[0])
 
 
 def a_rank_leaves_after_its_part(comm):

@@ -1,6 +1,7 @@
 """The end of a user's program by a user error, an exception or Ctrl-C: one report, no more."""
 
 import os
+import re
 import signal
 import sys
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 from mpigossip.cluster import process
 from mpigossip.cluster.launcher import LaunchError, check_alone
 from tests import launch
-from tests.cases import every, on_each
+from tests.cases import every, naming, on_each
 
 HEAD = """
 import sys, time
@@ -62,7 +63,7 @@ def test_an_exception_of_all_ranks_has_one_traceback(mpirun, tmp_path):
     body = PATIENT + body
     done = mpirun(3, program(tmp_path, body), timeout=30)
     assert done.returncode == 1
-    assert done.stderr.startswith("mpigossip: all 3 ranks stopped the job by an exception:\n")
+    assert done.stderr.startswith("mpigossip: all 3 ranks ")
     assert done.stderr.count("Traceback") == 1
     assert own_words(done).endswith("ValueError: wrong 0\n")
 
@@ -109,12 +110,12 @@ def test_ctrl_c_is_reported_once(mpistart, tmp_path, inside):
 @pytest.mark.parametrize(
     ("env", "child", "words"),
     [
-        ({"WORLD_SIZE": "4", "RANK": "2"}, (), r"torchrun.*\(WORLD_SIZE=4\).*mpiexec -n 4"),
-        ({}, (3,), r"multiprocessing.*mpiexec"),
+        ({"WORLD_SIZE": "4", "RANK": "2"}, (), ("torchrun", "WORLD_SIZE=4", "mpiexec -n 4")),
+        ({}, (3,), ("multiprocessing", "mpiexec")),
     ],
 )
 def test_launchers_that_mpi_does_not_know_are_named(env, child, words):
-    with pytest.raises(LaunchError, match=words) as error:
+    with pytest.raises(LaunchError, match=naming(words)) as error:
         check_alone(1, env, child)
     assert error.value.rank == 2
 
@@ -157,7 +158,7 @@ if __name__ == "__main__":
 """
     done = mpirun(0, program(tmp_path, body), timeout=60)
     assert done.returncode != 0 and "trained alone" not in done.stdout
-    assert "LaunchError: this process was started by multiprocessing" in done.stderr
+    assert re.search(naming("LaunchError", "multiprocessing"), done.stderr)
 
 
 def test_a_hook_for_a_launch_leaves_other_exceptions_alone(mpirun, tmp_path):

@@ -12,7 +12,7 @@ from mpigossip.cluster import deadline, waits
 from mpigossip.cluster.deadline import Deadline
 from mpigossip.cluster.mpi_world import open_world
 from tests import launch
-from tests.cases import every, on_each
+from tests.cases import every, naming, on_each
 
 pytestmark = pytest.mark.both
 
@@ -50,7 +50,7 @@ LEFT = r"rank 1 on \S+ has reached the end of its "
             *(1, f"{LEFT}program"),
         ),
         every("with open_world() as w:\n    if w.rank == 0: w.barrier()", None, f"{LEFT}world"),
-        (LOOP, None, rf"in step\(\), which all ranks have to call; {LEFT}loop after 3 steps"),
+        (LOOP, None, rf"in step\(\), .*; {LEFT}loop after 3 steps"),
         (
             OTHER.format(call="with optimizer.averaged(): pass"),
             *(None, r"in step\(\), .*; rank 1 on \S+ waits in averaged\(\) after 3 steps"),
@@ -264,6 +264,4 @@ def test_sigterm_ends_a_job_that_waits(mpistart):
         os.kill(pid, signal.SIGTERM)
     done = job.finish(timeout=90)
     assert done.returncode != 0
-    assert re.search(
-        r"no message has arrived from rank 1 on \S+; SIGTERM was received", done.stderr
-    ), done.stderr
+    assert re.search(naming("rank 1 on", "SIGTERM"), done.stderr), done.stderr

@@ -18,7 +18,7 @@ from mpigossip.cluster.waits import WaitMonitor
 from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from tests import launch
-from tests.cases import every
+from tests.cases import every, naming
 
 pytestmark = pytest.mark.both
 
@@ -195,11 +195,7 @@ def test_an_agreement_is_in_flight_while_ranks_continue(ranks):
 def test_agreement_has_a_time_limit(ranks):
     late, good = ranks(2)(agreement_with_a_late_rank)
     assert late[1] == 1
-    assert re.fullmatch(
-        r"not all ranks have reached an agreement; no message has arrived from rank 1 on \S+ "
-        r"\(waited 0.2 s\)",
-        late[0],
-    )
+    assert re.search(naming("agreement", "rank 1 on", "waited 0.2 s"), late[0])
     assert good == (None, 1)
 
 
@@ -213,9 +209,7 @@ def test_a_closing_world_waits_for_busy_ranks(ranks):
 
 def test_barrier_has_a_time_limit(ranks):
     text, _ = ranks(2)(barrier_without_all)
-    assert re.match(
-        r"not all .* barrier, in barrier\(\), .*; no message has arrived from rank 1 on ", text
-    )
+    assert re.search(naming("in barrier()", "rank 1 on"), text)
 
 
 def waits_in_a_chain(comm, meeting):
@@ -254,7 +248,7 @@ def test_a_wait_at_its_limit_names_the_awaited_ranks(ranks, meeting):
     if meeting:
         assert message in first
     else:
-        assert "waited for rank 1 on " in first and "which are waiting, too (waited 3 s)" in first
+        assert re.search(naming("rank 1", "are waiting", "waited 3 s"), first)
 
 
 def test_a_user_error_of_one_rank_is_raised_on_all(ranks):
@@ -300,7 +294,7 @@ def test_exception_on_one_rank_ends_the_job_with_its_traceback(mpirun):
     )
     assert done.returncode != 0
     assert "mpigossip: rank 1 of 3 on " in done.stderr
-    assert "stopped the job by an exception:\nTraceback" in done.stderr
+    assert "exception:\nTraceback" in done.stderr
     assert "ValueError: this went wrong" in done.stderr
 
 
@@ -368,7 +362,7 @@ def test_a_world_that_not_all_ranks_open_ends_the_job(mpirun):
         timeout=30,
     )
     assert done.returncode != 0
-    assert "mpigossip.world(): not all ranks have reached MPI's Dup" in done.stderr
+    assert "mpigossip.world(): not all ranks" in done.stderr
 
 
 def test_world_without_a_launcher_is_one_rank(mpirun):
@@ -393,7 +387,7 @@ def test_the_launcher_of_another_mpi_is_reported_before_mpi_aborts(mpirun, numbe
         assert "launcher" not in done.stderr
         return
     assert done.returncode == 2, done.stderr
-    assert f"{number} ranks were started by {by}'s launcher (" in done.stderr
+    assert f"{number} ranks were started by {by}" in done.stderr
     assert done.stderr.count("mpigossip: ") == 1 and "Abort" not in done.stderr
 
 
@@ -413,7 +407,7 @@ def test_an_mpi_that_may_belong_to_its_launcher_is_left_alone(library, env):
 def test_a_linker_script_in_the_place_of_mpi_is_named():
     for words in ("file too short", "invalid ELF header"):
         error = RuntimeError(f"cannot load MPI library\n/lib/libmpi.so: {words}\n/other")
-        assert "a linker script: name the library file" in str(no_mpi(error))
+        assert "linker script" in str(no_mpi(error))
     assert "linker" not in str(no_mpi(RuntimeError("cannot load MPI library\nnot there")))
 
 
@@ -466,7 +460,7 @@ def test_launcher_and_world_agree(size, env):
     ],
 )
 def test_a_world_of_one_with_several_launched_ranks_is_rejected(env, variable, rank):
-    with pytest.raises(LaunchError, match=rf"8 ranks were started \({variable}\)") as error:
+    with pytest.raises(LaunchError, match=naming("8 ranks", variable)) as error:
         check_launcher(1, "MPICH Version:\t5.0.2\nbuilt …", env)
     assert error.value.rank == rank
     assert "(MPICH Version: 5.0.2" in str(error.value)
@@ -490,7 +484,7 @@ def test_a_deadline_waits_and_names_the_late_event():
     assert Deadline(10).wait(lambda: next(answers), lambda: "never asked") > 0
     assert Deadline(0).wait(lambda: True, lambda: "never asked") < 1
     begin = time.monotonic()
-    with pytest.raises(WaitTimeoutError, match=r"^token of rank 3 \(waited 0.05 s\)$"):
+    with pytest.raises(WaitTimeoutError, match=naming("token of rank 3", "0.05 s")):
         Deadline(0.05).wait(lambda: False, lambda: "token of rank 3")
     assert 0.05 <= time.monotonic() - begin < 5
     assert issubclass(WaitTimeoutError, TimeoutError)

@@ -12,6 +12,7 @@ from mpigossip.cluster.process_groups import GroupRank, open_groups
 from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.config.errors import Failure
+from tests.cases import naming
 
 pytestmark = pytest.mark.both
 
@@ -70,7 +71,7 @@ def test_all_ranks_learn_which_one_failed(ranks, late):
 @pytest.mark.parametrize("name, value", process_groups.REFUSED.items())
 def test_variables_that_make_nccl_hang_are_rejected(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
-    with pytest.raises(JobError, match=f"unset {name}"):
+    with pytest.raises(JobError, match=naming(f"unset {name}")):
         open_groups(SingleProcess(), [GroupRank("slots", 0, 1, "cuda:0")], 1)
     open_groups(SingleProcess(), [GroupRank("slots", 0, 1, "cpu")], 20)
 
@@ -92,7 +93,7 @@ def test_groups_of_a_failed_opening_are_aborted(monkeypatch):
     monkeypatch.setattr(process_groups, "_connected", connect)
     monkeypatch.setattr(process_groups, "close_groups", lambda *given: cut.append(given[1:]))
     places = [GroupRank(f"nodes-{k}", k, 2, "cpu") for k in range(2)]
-    with pytest.raises(Failure, match="no route to a host"):
+    with pytest.raises(Failure, match=naming("no route to a host")):
         process_groups.open_groups(SingleProcess(), places, 10)
     assert cut == [(["cpu"], True)]
 

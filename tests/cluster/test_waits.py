@@ -15,7 +15,7 @@ from mpigossip.cluster.deadline import Deadline, WaitTimeoutError
 from mpigossip.cluster.mpi_world import MPIWorld
 from mpigossip.cluster.waits import Report, WaitMonitor
 from mpigossip.config import JobError
-from tests.cases import on_each
+from tests.cases import naming, on_each
 
 pytestmark = pytest.mark.both
 
@@ -448,7 +448,7 @@ def test_after_a_pause_a_sigterm_leaves_time_for_the_rank_that_was_paused(monkey
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=tick, sleep=tick))
     monkeypatch.setattr(deadline.this_rank, "monitor", monitor)
     monkeypatch.setattr(deadline.this_rank, "sigterm_time", 1.0)
-    with pytest.raises(WaitTimeoutError, match="SIGTERM was received"):
+    with pytest.raises(WaitTimeoutError, match=naming("SIGTERM")):
         Deadline(300).wait(lambda: False, lambda: "x", awaited_ranks=list)
     assert 69 <= now[0] < 72
 

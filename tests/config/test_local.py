@@ -1,8 +1,10 @@
 """Section [local], together with the algorithm that uses it."""
 
+import re
+
 from mpigossip.config import dump, load
 from mpigossip.training import assemble
-from tests.cases import on_each
+from tests.cases import naming, on_each
 from tests.config.tables import TABLES, problems_of
 
 NEW = """\
@@ -50,7 +52,7 @@ def test_an_option_of_the_local_step_in_section_algorithm_is_rejected():
     (message,) = problems_of(NEW, ["algorithm.damping=0.2"], TABLES)
     assert message == 'algorithm.damping: unknown key; did you mean "local.damping"?'
     (message,) = problems_of(NEW, ["algorithm.qqq=0.2"], TABLES)
-    assert ": unknown key; known here: accumulate, " in message and "local." not in message
+    assert "known here: accumulate, " in message and "local." not in message
 
 
 def test_two_options_of_the_same_name_can_be_set():
@@ -71,7 +73,7 @@ def test_another_local_step_drops_the_options_of_the_old_one():
 def test_algorithms_with_their_own_step_reject_another():
     named = ["algorithm.name=dmsgd", "local.name=momentum"]
     (message,) = problems_of(NEW, named, TABLES)
-    assert message.startswith('local.name = "momentum": "dmsgd" has its own local step')
+    assert message.startswith('local.name = "momentum": "dmsgd"')
     assert message.endswith(": dsgd, tracking")
     (message,) = problems_of({"local": {"beta": 1}}, tables=TABLES)
     assert message.startswith('local.beta: algorithm "dmsgd" has no')
@@ -82,14 +84,14 @@ def test_algorithms_with_their_own_step_reject_another():
 
 def test_all_problems_of_the_section_are_reported_at_once():
     (message,) = problems_of(NEW, ["local.name=momentun"], TABLES)
-    assert 'local.name = "momentun": unknown local; did you mean "momentum"?' in message
+    assert re.search(naming('local.name = "momentun"', '"momentum"'), message)
     got = problems_of(NEW, ["local.dampng=1", "local.momentum=high", "algorithm.momentm=1"], TABLES)
     for part in (
-        'local.dampng: unknown key; did you mean "damping"?',
-        'local.momentum = "high": needs a number; the default is 0.5',
-        'algorithm.momentm: unknown key; did you mean "momentum"?',
+        ("local.dampng", '"damping"'),
+        ('local.momentum = "high"', "number", "0.5"),
+        ("algorithm.momentm", '"momentum"'),
     ):
-        assert sum(message.startswith(part) for message in got) == 1, (part, got)
+        assert sum(bool(re.match(naming(part), message)) for message in got) == 1, (part, got)
 
 
 @on_each("local", ["", "[1]", "{ a = 1 }", "true"])

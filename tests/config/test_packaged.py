@@ -9,7 +9,7 @@ import pytest
 from mpigossip import cli
 from mpigossip.cluster import batch
 from mpigossip.config import JobError, packaged, reading
-from tests.cases import on_each
+from tests.cases import naming, on_each
 
 JOBS = Path(__file__).parents[2] / "jobs"
 
@@ -34,7 +34,7 @@ def test_examples_sites_and_templates_are_found_where_pip_puts_them(installed, m
     assert packaged.given("digits") == installed / "digits.toml"
     assert "perlmutter" in batch.sites() and packaged.find("templates/slurm.sh").exists()
     monkeypatch.setattr(packaged.sysconfig, "get_path", lambda *_: "/none")
-    with pytest.raises(JobError, match="reinstall"):
+    with pytest.raises(JobError, match=naming("reinstall")):
         packaged.find("sites")
     assert packaged.given("digits") == Path("digits")
 
@@ -46,9 +46,9 @@ def test_a_name_means_the_packaged_job_unless_a_file_has_this_name(tmp_path, mon
     Path("digits").rmdir()
     Path("digits").write_text("[run]\nname = 'mine'")
     assert reading.read("digits") == {"run": {"name": "mine"}}
-    with pytest.raises(JobError, match="`mpigossip examples` lists"):
+    with pytest.raises(JobError, match=naming('"digit"', "`mpigossip examples`")):
         reading.read("digit")
-    with pytest.raises(JobError, match="no such file"):
+    with pytest.raises(JobError, match=naming('"jobs/digits"', "no such file")):
         reading.read("jobs/digits")
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from mpigossip import config
 from mpigossip.config import JobError, as_dict, dump, load, sections
 from mpigossip.training import assemble
-from tests.cases import on_each
+from tests.cases import naming, on_each
 from tests.config.tables import TABLES, problems_of
 
 JOB = """\
@@ -159,23 +160,22 @@ def test_all_problems_are_reported_at_once():
         ["log.flush_steps=2.5"],
     )
     for part in (
-        'run.sed: unknown key; did you mean "seed"?',
-        "run.seed = true: needs a whole number; the default is 0",
-        "run.epochs = -1: must be at least 0",
-        'run.name = "a/b": must be usable as the name of a folder',
-        'data.batch = "32": needs a whole number; the default is 32',
-        'data.partition = "shufled": must be "shuffled", "sorted", "mixed" or "dirichlet"; did you '
-        'mean "shuffled"?',
-        "data.shape = 0: must be at least 1",
-        'nodes: unknown section; did you mean "node"?',
-        "node = 4: must be a section [node]",
-        "checkpoint.keep = 0: must be at least 1, at most 10^9; the default is 2",
-        "schedule.lr = 0.0: must be greater than 0, from 1e-15 up to 1e15; the default is 0.1",
-        "schedule.milestones = 5: needs a list",
-        "model.x = nan: must be a finite number",
-        "log.flush_steps = 2.5: needs a whole number; the default is 50",
+        ("run.sed", "unknown", '"seed"'),
+        ("run.seed = true", "whole number", "0"),
+        ("run.epochs = -1", "at least 0"),
+        ('run.name = "a/b"', "folder"),
+        ('data.batch = "32"', "whole number", "32"),
+        ('data.partition = "shufled"', '"shuffled", "sorted", "mixed" or "dirichlet"'),
+        ("data.shape = 0", "at least 1"),
+        ("nodes", "unknown section", '"node"'),
+        ("node = 4", "[node]"),
+        ("checkpoint.keep = 0", "at least 1", "10^9", "2"),
+        ("schedule.lr = 0.0", "greater than 0", "1e-15", "1e15", "0.1"),
+        ("schedule.milestones = 5", "list"),
+        ("model.x = nan", "finite"),
+        ("log.flush_steps = 2.5", "whole number", "50"),
     ):
-        assert sum(message.startswith(part) for message in got) == 1, (part, got)
+        assert sum(bool(re.search(naming(part), message)) for message in got) == 1, (part, got)
     assert len(got) == 14
 
 

@@ -22,7 +22,7 @@ from mpigossip.data.loader import DataError, Loader
 from mpigossip.data.partition import Share, make_orders
 from mpigossip.data.sources import check_alike, source
 from mpigossip.store.packing import pack
-from tests.cases import every, on_each, with_world
+from tests.cases import every, naming, on_each, with_world
 
 
 class Squares(Dataset):
@@ -140,7 +140,7 @@ def test_nested_batches_keep_their_structure():
     assert pytree.form((torch.ones(2, 1), {"y": 3})) == '(float32 (2, 1), {"y": int})'
     together = pytree.stacked([batch, twice])
     assert together["a"][0].shape == (2, 4) and together["b"].a.shape == (2,)
-    with pytest.raises(pytree.CutError, match=r"algorithm\.accumulate = 3: .*int64 \(4,\)"):
+    with pytest.raises(pytree.CutError, match=naming("algorithm.accumulate = 3", "int64 (4,)")):
         pytree.parts(batch, 3)
 
 
@@ -305,30 +305,34 @@ def returning(train, test=None, **more):
 @on_each(
     "function, settings, message",
     [
-        (returning(Squares(0)), {}, 'its "train" has no sample'),
-        (returning(Squares(4), TensorDataset(torch.ones(0))), {}, 'its "test" has no sample'),
-        (returning(Counts(0)), {}, 'its "train" has no sample'),
-        (returning([1, 2]), {}, '"train" is list, not a torch Dataset'),
-        (lambda: {"train": Squares()}, {}, r"returned {'train'}; it should return"),
-        (returning(Squares(), collate=3), {}, '"collate" is int'),
-        (returning(Squares()), {"augment": "crop-flip"}, "augment.*for packed images"),
-        (returning(Squares()), {"partition": "sorted"}, r'data\.partition = "sorted" .*`targets`'),
-        (returning(Counts()), {"partition": "dirichlet"}, 'data.partition = "dirichlet": a stream'),
-        (returning(Squares()), {"options": {"wide": 3}}, "unexpected keyword argument 'wide'"),
-        (lambda node: squares(), {}, "parameter `node`, but returns a Dataset with a length"),
-        (uneven_test_sets, {}, r'"test" .* \[4, 5\] samples'),
-        (returning(Squares(6)), {}, "3 training samples, .*4 per step"),
-        (returning(Counts()), {"samples": 7}, "an epoch of 7 samples .* 2 nodes x 4"),
+        (returning(Squares(0)), {}, ('"train"', "no sample")),
+        (returning(Squares(4), TensorDataset(torch.ones(0))), {}, ('"test"', "no sample")),
+        (returning(Counts(0)), {}, ('"train"', "no sample")),
+        (returning([1, 2]), {}, ('"train"', "list")),
+        (lambda: {"train": Squares()}, {}, "{'train'}"),
+        (returning(Squares(), collate=3), {}, ('"collate"', "int")),
+        (returning(Squares()), {"augment": "crop-flip"}, ('data.augment = "crop-flip"', '"none"')),
+        (returning(Squares()), {"partition": "sorted"}, ('data.partition = "sorted"', "`targets`")),
+        (
+            returning(Counts()),
+            {"partition": "dirichlet"},
+            ('data.partition = "dirichlet"', "stream"),
+        ),
+        (returning(Squares()), {"options": {"wide": 3}}, "'wide'"),
+        (lambda node: squares(), {}, ("`node`", "Dataset", "length")),
+        (uneven_test_sets, {}, ('"test"', "[4, 5]")),
+        (returning(Squares(6)), {}, ("3 training samples", "4", "data.batch")),
+        (returning(Counts()), {"samples": 7}, ("7 samples", "data.samples", "2 nodes x 4")),
         (
             returning(Ragged(), collate=lambda rows: 1 / 0),
             {},
-            "ZeroDivisionError at .*test_datasets",
+            ("ZeroDivisionError", "test_datasets.py:"),
         ),
     ],
 )
 def test_invalid_data_are_reported_before_training_starts(user_module, function, settings, message):
     user_module(wrong=function)
-    with pytest.raises(JobError, match=message):
+    with pytest.raises(JobError, match=naming(message)):
         opened("wrong", **settings)
 
 
@@ -339,27 +343,27 @@ def test_invalid_data_are_reported_before_training_starts(user_module, function,
         (
             1,
             returning(Squares(63)),
-            r'sample 13 of "train": ValueError at .*py:\d+: no thirteen \(ste',
+            ("sample 13", '"train"', "ValueError", "test_datasets.py:", "no thirteen"),
         ),
         (
             0,
             returning(Squares(63)),
-            r'sample 13 of "train": ValueError at .*py:\d+: no thirteen \(ste',
+            ("sample 13", '"train"', "ValueError", "test_datasets.py:", "no thirteen"),
         ),
         (
             0,
             returning(Ragged()),
-            r'a batch of the samples \d+, … of "train": RuntimeError.*equal size',
+            ('"train"', "batch", "RuntimeError", "equal size"),
         ),
-        (1, returning(Endless()), r'stream of "train": ValueError.*__iter__ returns self'),
-        (0, returning(Counts(1)), r"at most 1 samples"),
+        (1, returning(Endless()), ('"train"', "ValueError", "__iter__")),
+        (0, returning(Counts(1)), ("ValueError", "1 samples", "2")),
     ],
 )
 def test_data_that_fail_during_training_are_reported(user_module, workers, function, message):
     user_module(wrong=function)
     with (
         opened("wrong", workers=workers) as loader,
-        pytest.raises(DataError, match=message) as caught,
+        pytest.raises(DataError, match=naming(message)) as caught,
     ):
         for step in range(16):
             loader.step(step)
@@ -403,7 +407,7 @@ def sizes(world):
 
 def test_sizes_that_differ_between_ranks_are_reported_on_all(ranks):
     for text in ranks(3)(sizes):
-        assert '"mine:other": rank 0 on' in text and "has 8 training and 2 test samples" in text
+        assert '"mine:other": rank 0 on' in text and "8 training and 2 test samples" in text
         assert "rank 2 on" in text and "has 9 and 2" in text
 
 
@@ -538,4 +542,4 @@ def test_samples_that_differ_between_ranks_are_reported_on_all(ranks, tmp_path):
         assert set(messages) == {"tensors", "objects", "synthetic", "packed"}
         for name, text in messages.items():
             assert f'"{name}": samples on rank 2 on' in text
-        assert "partition of the samples on rank 1" in partition
+        assert "on rank 1" in partition

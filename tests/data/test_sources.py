@@ -28,7 +28,7 @@ from mpigossip.data.philox import CROP, ORDER, permutation, philox, words
 from mpigossip.data.sources import Source, SyntheticSource, source
 from mpigossip.store import StoreError
 from mpigossip.store.dataset import pack
-from tests.cases import on_each
+from tests.cases import naming, on_each
 
 
 def packed(root: Path, classes: str, train: int, test: int, image, suffix: str) -> Path:
@@ -191,7 +191,7 @@ def test_synthetic_is_learnable_and_reproducible(opened):
     near = torch.cdist(test.flatten(1), means).argmin(1)
     assert (near == labels).float().mean() > 0.95
     assert not torch.equal(test[:4], x[:4])
-    with pytest.raises(JobError, match='data.augment = "crop-flip" .*"none"'):
+    with pytest.raises(JobError, match=naming('data.augment = "crop-flip"', '"none"')):
         source(Data(**fields, augment="crop-flip"), 0)
 
 
@@ -269,7 +269,7 @@ def test_text(tmp_path, opened):
     assert inputs[0].tolist() == [(128 + k) % 200 for k in range(128)]
     assert (inputs[:, 1:] == targets[:, :-1]).all()
     assert data.train_labels[14] == 0 and data.train_labels[15] == 1
-    with pytest.raises(JobError, match=r'data\.augment = "crop-flip" .*out\.h5'):
+    with pytest.raises(JobError, match=naming('data.augment = "crop-flip"', "out.h5")):
         source(Data(source=str(tmp_path / "out.h5"), augment="crop-flip"), 0)
     inside = [pack(folder, folder / "inside.h5", text=True).stat().st_size for _ in range(2)]
     assert inside[0] == inside[1], "an earlier pack in the folder is not packed"
@@ -277,19 +277,19 @@ def test_text(tmp_path, opened):
     (folder / "b").unlink()
     (folder / "a").write_bytes(b"short")
     short = pack(folder, tmp_path / "short.h5", text=True)
-    with pytest.raises(JobError, match=r"short\.h5 .*data\.context"):
+    with pytest.raises(JobError, match=naming("short.h5", "data.context")):
         source(Data(source=str(short)), 0)
 
 
 @on_each(
     ("name", "options", "message"),
     [
-        ("cifar.h5", {}, r'"cifar.h5" is neither "digits", .* nor a file'),
-        ("text.h5", {}, r"text\.h5"),
-        ("varied.h5", {}, r"\d+x\d+ to \d+x\d+ .*data\.image_size"),
+        ("cifar.h5", {}, ('"cifar.h5"', '"digits"', "file")),
+        ("text.h5", {}, ("text.h5", "HDF5")),
+        ("varied.h5", {}, ("pixels", "data.image_size")),
         (
             *("varied.h5", {"augment": "resized-crop"}),
-            r'data\.augment = "resized-crop" .*data\.image_size',
+            ('data.augment = "resized-crop"', "data.image_size"),
         ),
     ],
 )
@@ -297,7 +297,7 @@ def test_problems_in_the_data_section_are_reported(tmp_path, varied, name, optio
     """There is no cifar.h5, text.h5 is no HDF5 file, and images of varied.h5 have several sizes."""
     (tmp_path / "text.h5").write_text("no")
     path = {"text.h5": tmp_path / name, "varied.h5": varied}.get(name, name)
-    with pytest.raises((JobError, StoreError), match=message):
+    with pytest.raises((JobError, StoreError), match=naming(message)):
         source(Data(source=str(path), **options), 0)
 
 
@@ -354,7 +354,7 @@ def test_partitions_and_orders_never_change(kind, begin, batch):
 
 
 def test_more_nodes_than_samples():
-    with pytest.raises(JobError, match="1004 nodes .* 1003 training samples"):
+    with pytest.raises(JobError, match=naming("1004 nodes", "1003")):
         partition(LABELS, 1004, "shuffled")
 
 
@@ -375,7 +375,7 @@ def test_order_is_a_function_of_seed_epoch_node():
     same_part = [parts[0], parts[0]]
     two = orders(same_part, 5, batch=32)
     assert not (two[0].batch_indices(0) == two[1].batch_indices(0)).all()
-    with pytest.raises(JobError, match="250 training samples, .*256 per step"):
+    with pytest.raises(JobError, match=naming("250", "256")):
         orders(parts, 0, batch=256)
 
 
@@ -430,13 +430,13 @@ def test_a_loading_process_that_ends_or_hangs_is_reported(varied, opened):
         (victim,) = loader._batches._workers
         loader._batches._timeout = 5  # torch does not notice the end of a fork
         victim.kill()
-        with pytest.raises(DataError, match=r"a loading process .*node\.timeout_s.* at step \d"):
+        with pytest.raises(DataError, match=naming("out.h5", "loading process", "node.timeout_s")):
             fetched(loader, range(1, 30))
     assert not victim.is_alive()
     with loader_of(Sleepy((3,), 2, 40, 4, 0), 1, ["cpu"]) as loader:
         fetched(loader, [0])
         loader._batches._timeout = 0.5
-        with pytest.raises(DataError, match='"sleepy": a loading process .* at step 1'):
+        with pytest.raises(DataError, match=naming('"sleepy"', "loading process", "step 1")):
             fetched(loader, [1])
 
 
@@ -447,9 +447,9 @@ def test_damage_is_reported_by_every_process_that_decodes(varied, tmp_path, open
     with bad.open("rb+") as file:
         file.seek(data.images.data.train.start)
         file.write(b"\0" * 200)
-    with pytest.raises(StoreError, match=r"bad\.h5.* sample 0 "):
+    with pytest.raises(StoreError, match=naming("bad.h5", "sample 0")):
         data.make_batch("train", np.array([0]), (0, 0))
-    with loader_of(data, 1) as loader, pytest.raises(DataError, match=r"bad\.h5.* sample 0 "):
+    with loader_of(data, 1) as loader, pytest.raises(DataError, match=naming("bad.h5", "sample 0")):
         fetched(loader, range(3))
 
 
@@ -566,7 +566,9 @@ def test_the_loader_needs_nothing_but_the_contract():
         assert len(set(torch.cat([batch.targets for batch in batches]).tolist())) == 16
         assert [batch.targets.tolist() for batch in loader.share(1, 2)] == [[1, 3, 5], [7]]
         data.damaged = True
-        with pytest.raises(DataError, match=r'"numbers": sample 31 of "train": .*the last number'):
+        with pytest.raises(
+            DataError, match=naming('"numbers"', "sample 31", '"train"', "last number")
+        ):
             loader.step(1)
 
 

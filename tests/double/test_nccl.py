@@ -51,12 +51,12 @@ def by_nccl(comm, what, limit_s, device, window):
             "hang",
             [
                 "round 0",
-                "NCCL has not completed its transfer with rank 1",
+                "rank 1",
                 "waited 3 s",
                 "NCCL_DEBUG",
             ],
         ),
-        ("async", ["NCCL send and recv between nodes failed", "network error", "NCCL_DEBUG"]),
+        ("async", ["NCCL send", "network error", "NCCL_DEBUG"]),
     ],
 )
 def test_a_failure_of_nccl_between_nodes_is_named_in_time(what, named):
@@ -76,7 +76,7 @@ def test_a_failure_of_nccl_between_nodes_is_named_in_time(what, named):
     [
         ("initRank", "cuda:{rank}", "unhandled system error"),
         ("", "cuda:0", "ranks 0 and 1 share a GPU"),
-        ("hang", "cuda:{rank}", "a round of nccl failed: round 0: NCCL has not"),
+        ("hang", "cuda:{rank}", "round 0: NCCL has not"),
     ],
 )
 def test_nccl_that_cannot_be_had_is_refused_or_left(ranks, what, device, named):
@@ -85,7 +85,7 @@ def test_nccl_that_cannot_be_had_is_refused_or_left(ranks, what, device, named):
         for said, _ in ranks(2)(by_nccl, what, limit_s, device, window, timeout=120):
             assert named in said, said
             if window == "auto":
-                assert "no windows, messages: this MPI reports no support for GPU memory" in said
+                assert "no support for GPU memory" in said
             else:
                 assert 'node.exchange = "nccl"' in said
 

@@ -12,7 +12,7 @@ from mpigossip.training import assemble
 from mpigossip.training.fragments import cut, cut_by_modules, fragment_width
 from tests import battery
 from tests.battery import FRAGMENTS, Driver
-from tests.cases import every, few, on_each
+from tests.cases import every, few, naming, on_each
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QSGD = wire("qsgd", 127, 0.01, 0)
@@ -65,14 +65,14 @@ def test_a_list_divides_the_model_by_modules():
 @on_each(
     ("modules", "message"),
     [
-        (("0,1", "2,9"), r'"9" is no module with parameters; .* such as 0, 1, 2, 3, 4, 5'),
-        (("0,1,2,3,4,5,6", "0.weight"), '"0.weight" belongs to fragments 0 and 1, counted from 0;'),
-        (("0,1", "2,3"), '3 parameters are in no fragment, "4.weight" is the first; add'),
-        (("0,", "1,2,3,4,5,6"), '"" is no module'),
+        (("0,1", "2,9"), ('"9"', "no module", "0, 1, 2, 3, 4, 5")),
+        (("0,1,2,3,4,5,6", "0.weight"), ('"0.weight"', "fragments 0 and 1")),
+        (("0,1", "2,3"), ("3 parameters", "no fragment", '"4.weight"')),
+        (("0,", "1,2,3,4,5,6"), ('""', "no module")),
     ],
 )
 def test_a_list_that_does_not_divide_the_model_is_rejected(modules, message):
-    with pytest.raises(JobError, match=message):
+    with pytest.raises(JobError, match=naming(message)):
         cut_by_modules(battery.FLAT, 0, modules)
 
 
@@ -343,11 +343,11 @@ def test_errors_name_value_limit_and_remedy(settings):
     ("name", "reason"),
     [
         ("parallel", "leave the cadence out"),
-        ("d2", "has no separate local step"),
-        ("decentlam", "has no separate local step"),
-        ("defacto", "has no separate local step"),
-        ("momentum-tracking", "has no separate local step"),
-        ("ceca", "between local steps of the whole model; choose one of dsgd, dmsgd-vanilla"),
+        ("d2", "separate local step"),
+        ("decentlam", "separate local step"),
+        ("defacto", "separate local step"),
+        ("momentum-tracking", "separate local step"),
+        ("ceca", "one of dsgd, dmsgd-vanilla"),
     ],
 )
 def test_methods_without_fragments_are_rejected_with_the_reason(name, reason):

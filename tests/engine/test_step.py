@@ -17,7 +17,7 @@ from mpigossip.mixing.base import ExchangeKind
 from mpigossip.training import assemble
 from mpigossip.training.parts import make_graph, make_parts
 from tests.battery import Driver
-from tests.cases import on_each
+from tests.cases import naming, on_each
 
 N = 3
 P = 512
@@ -148,7 +148,7 @@ def test_a_bad_gradient_is_named_and_never_sent():
                 made.vector.g[0][1, 5:7] += math.nan if step == 3 else 0
                 made.step(0.1)
         assert f"step {message}: " in str(caught.value), settings
-        assert "that node 1 was about to send" in str(caught.value), settings
+        assert "node 1 " in str(caught.value), settings
         assert "the first in x;" in str(caught.value), settings
         assert made.vector.x[0][[0, 2]].isfinite().all(), settings
 
@@ -157,9 +157,7 @@ def test_the_parameter_is_named_in_any_slot_and_fragment():
     for more in ("", " cadence.name=every cadence.period=3 cadence.fragments=3"):
         driver = Driver(f"algorithm.name=dsgd{more}", 3)
         driver.vector.x[1][2, 700 - 512] = math.inf
-        with pytest.raises(
-            NonFiniteError, match=r"1 values that node 2 .* the first in 4\.weight;"
-        ):
+        with pytest.raises(NonFiniteError, match=naming("1 values", "node 2", "4.weight")):
             driver.run(3)
 
 

@@ -18,7 +18,7 @@ from mpigossip.graphs import (
 )
 from mpigossip.graphs.base import Cycle, Drawn
 from mpigossip.graphs.rounds import Circulant, SparseMatrix, paired
-from tests.cases import on_each
+from tests.cases import naming, on_each
 
 SIZES = (1, 2, 3, 5, 6, 7, 8, 12, 16)
 
@@ -80,7 +80,7 @@ def test_graphs_are_values(name):
     assert name in repr(g) and "n = 8" in repr(g) and f"degree {g.degree}" in repr(g)
     with pytest.raises(AttributeError):
         g.name = "other"
-    with pytest.raises(ValueError, match="read-only"):
+    with pytest.raises(ValueError, match=naming("read-only")):
         g.neighbours(0, 0)[1][...] = 2.0
 
 
@@ -109,7 +109,7 @@ def test_slack_and_lazy(name):
     assert graph(name, 9, seed=1, lazy=True) == g.lazy() == graph(name, 9, seed=1, slack=0.5)
     assert g.slack(1.0) is g
     assert "slack=0.5" in repr(g.lazy())
-    with pytest.raises(GraphError, match=r"slack 0 is outside \[1e-9, 1\]"):
+    with pytest.raises(GraphError, match=naming("slack 0", "[1e-9, 1]")):
         g.slack(0)
 
 
@@ -141,9 +141,9 @@ def test_networkx_graphs():
     )
     assert graph(nx.cycle_graph(6), 6, lazy=True) == from_networkx(nx.cycle_graph(6)).lazy()
     assert from_networkx(nx.empty_graph(1)).degree == 0
-    with pytest.raises(GraphError, match="has 6 nodes, but 4 are needed"):
+    with pytest.raises(GraphError, match=naming('graph "networkx"', "6 nodes", "4")):
         graph(nx.cycle_graph(6), 4)
-    with pytest.raises(GraphError, match="without nodes"):
+    with pytest.raises(GraphError, match=naming("without nodes")):
         from_networkx(nx.Graph())
 
 
@@ -153,38 +153,38 @@ def test_sequences():
     assert g.period == 2 and g.degree == 1
     assert np.allclose(g.matrix(1) @ g.matrix(0), 0.25)
     assert from_sequence([m for m in (g.matrix(0), g.matrix(1))]) == g
-    with pytest.raises(GraphError, match="networkx graph 1 of the sequence has different nodes"):
+    with pytest.raises(GraphError, match=naming("graph 1", "different nodes")):
         from_sequence([nx.path_graph(3), nx.path_graph(4)])
-    with pytest.raises(GraphError, match="item 1 .* is a ndarray"):
+    with pytest.raises(GraphError, match=naming("item 1", "ndarray")):
         from_sequence([nx.path_graph(3), np.eye(3)])
 
 
 @on_each(
     ("matrices", "message"),
     [
-        ([], "has no rounds"),
-        ([np.ones((2, 3))], r"shape \(2, 3\); it must be square"),
-        ([np.full((2, 2), np.nan)], "not finite"),
-        ([np.eye(2), np.eye(3)], "round 1 has 3 nodes, but round 0 has 2"),
-        ([np.array([[0.5, 0.4], [0.5, 0.5]])], "round 0, row sums differ from one by up to 0.1"),
+        ([], "no rounds"),
+        ([np.ones((2, 3))], ("(2, 3)", "square")),
+        ([np.full((2, 2), np.nan)], ("matrix 0", "not finite")),
+        ([np.eye(2), np.eye(3)], ("round 1", "3 nodes", "round 0", "2")),
+        ([np.array([[0.5, 0.4], [0.5, 0.5]])], ("round 0", "row sums", "0.1")),
     ],
 )
 def test_bad_matrices_are_rejected(matrices, message):
-    with pytest.raises(GraphError, match=message):
+    with pytest.raises(GraphError, match=naming(message)):
         from_matrices(matrices)
 
 
 @on_each(
     ("call", "message"),
     [
-        (lambda: graph("rong", 4), 'graph "rong" is unknown; did you mean "ring"?'),
+        (lambda: graph("rong", 4), 'did you mean "ring"'),
         (lambda: graph("xyzzy", 4), "known here: alternating-exponential-ring, base-2"),
-        (lambda: graph("ring", 0), "needs at least one node, got 0"),
-        (lambda: graph("ring", 2.5), "needs at least one node, got 2.5"),
-        (lambda: graph("ring"), "needs at least one node, got None"),
+        (lambda: graph("ring", 0), "one node, got 0"),
+        (lambda: graph("ring", 2.5), "one node, got 2.5"),
+        (lambda: graph("ring"), "one node, got None"),
         (lambda: graph("ring", 4, seed=-1), "integer ≥ 0, got -1"),
-        (lambda: graph("ring", 4, ordr="cyclic"), 'no option "ordr"; its options are slack'),
-        (lambda: graph("spanning-tree", 4, children=0), "children = 0: must be at least 1"),
+        (lambda: graph("ring", 4, ordr="cyclic"), '"ordr"; its options are slack'),
+        (lambda: graph("spanning-tree", 4, children=0), "children = 0"),
         (lambda: graph("torus", 4, rows="a"), 'rows = "a": needs a whole number'),
         (lambda: graph("ring", 4, slack="a"), 'slack = "a": needs a number'),
         (
@@ -193,21 +193,21 @@ def test_bad_matrices_are_rejected(matrices, message):
         ),
         (
             lambda: graph("hypercube", 6),
-            'graph "hypercube" needs a power of two nodes, got 6; "base-2" is exact for any n',
+            'got 6; "base-2"',
         ),
         (lambda: graph("one-peer-hypercube", 12), '"base-2" is exact for any n'),
-        (lambda: graph("alternating-exponential-ring", 3), "power of two nodes, got 3"),
-        (lambda: graph("ring-lattice", 4), "even degree from 2 to 3 at n = 4, got 4"),
+        (lambda: graph("alternating-exponential-ring", 3), "two nodes, got 3"),
+        (lambda: graph("ring-lattice", 4), "from 2 to 3 at n = 4, got 4"),
         (lambda: graph("random-regular", 5, degree=3), "n · degree even"),
-        (lambda: graph("grid", 12, rows=5), "12 nodes in 5 equal rows; choose a divisor of 12"),
+        (lambda: graph("grid", 12, rows=5), "divisor of 12"),
         (lambda: graph("erdos-renyi", 9, probability=0.0), "probability in (0, 1], got 0"),
         (lambda: graph("erdos-renyi", 40, probability=0.001), "none of 1000 draws"),
         (lambda: graph("hyper-hypercube", 10, p=2), "n = 10 has 5; set p = 4"),
         (lambda: graph("hyper-hypercube", 10, p=0), "p ≥ 1"),
         (lambda: graph("p-peer-exponential", 10, p=0), "p ≥ 1"),
         (lambda: graph("od-equidyn", 8, eta=1.5), "eta in (0, 1], got 1.5"),
-        (lambda: graph("d-equistatic", 8, peers=0), "at least one peer, got 0"),
-        (lambda: graph("ring", 4).neighbours(0, 4), "node 4 doesn't exist; nodes are 0 … 3"),
+        (lambda: graph("d-equistatic", 8, peers=0), "one peer, got 0"),
+        (lambda: graph("ring", 4).neighbours(0, 4), "nodes are 0 … 3"),
         (lambda: graph("ring", 4).matrix(-1), "rounds count from 0"),
     ],
 )

@@ -9,7 +9,7 @@ from mpigossip.graphs import GraphError, graph
 from mpigossip.graphs.faulty import Links, OnOff, faulty
 from mpigossip.mixing.base import is_average
 from mpigossip.training import assemble
-from tests.cases import on_each
+from tests.cases import naming, on_each
 
 
 @on_each(
@@ -92,10 +92,10 @@ def test_chains_are_off_in_the_stated_fraction_and_for_the_stated_rounds(share, 
 @on_each(("share", "rounds"), [(0.5, 0.5), (0.5, 1.2), (0.5, 1.99), (0.2, 1.2), (0.0, 0.5)])
 def test_fewer_rounds_than_independent_draws_give_are_rejected(share, rounds):
     limit = f"{1 / (1 - share):g}"
-    with pytest.raises(GraphError, match=rf"rounds = {rounds:g}: .*{limit}"):
+    with pytest.raises(GraphError, match=naming(f"rounds = {rounds:g}", limit)):
         OnOff(share, rounds, (7,), 4)
     for name in ("lost", "away"):
-        with pytest.raises(GraphError, match=rf"{name}_rounds = {rounds:g}: .*{limit}"):
+        with pytest.raises(GraphError, match=naming(f"{name}_rounds = {rounds:g}", limit)):
             Links(8, **{name: share, f"{name}_rounds": rounds})
     OnOff(share, 1 / (1 - share), (7,), 4)
 
@@ -138,20 +138,20 @@ def test_lost_links_and_nodes_do_not_change_the_mean(ill):
     [
         (
             ["faults.lost=0.5", "faults.lost_rounds=1.5"],
-            "faults.lost_rounds = 1.5: must be at least 2,",
+            ("faults.lost_rounds = 1.5", "2", "faults.lost = 0.5"),
         ),
         (
             ["faults.away=0.1", "algorithm.name=parallel", "graph.name=complete"],
-            '"parallel" averages',
+            ("faults", '"parallel"'),
         ),
         (
             ["faults.lost=0.1", "algorithm.name=decentlam", "graph.name=ring"],
-            "faults: .*lost links",
+            ("faults", '"decentlam"', "links"),
         ),
-        (["faults.ticks=1", "node.mixer=asynchronous"], "faults.ticks = 1: an asynchronous run"),
-        (["faults.slow_times=3"], "faults.slow_times = 3"),
+        (["faults.ticks=1", "node.mixer=asynchronous"], ("faults.ticks = 1", "asynchronous")),
+        (["faults.slow_times=3"], ("faults.slow_times = 3", 'node.mixer = "asynchronous"')),
     ],
 )
 def test_settings_that_faults_do_not_support_are_rejected(settings, message):
-    with pytest.raises(JobError, match=message):
+    with pytest.raises(JobError, match=naming(message)):
         trainer(*settings)

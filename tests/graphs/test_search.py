@@ -14,7 +14,7 @@ from mpigossip.graphs.annealing import CandidateGraph, SearchTask, fill, random_
 from mpigossip.graphs.search import save, search, search_circulants
 from mpigossip.graphs.spectral import spectral_gap
 from mpigossip.graphs.user_graphs import from_file
-from tests.cases import on_each
+from tests.cases import naming, on_each
 
 
 def checked(result):
@@ -91,18 +91,24 @@ def nx_graph(edges, n, weights):
 @on_each(
     ("given", "message"),
     [
-        (dict(n=1, degree=2), "n = 1: a search needs at least 2 nodes"),
-        (dict(n=8), "needs a budget"),
-        (dict(n=8, edges=5), "5 edges can't connect 8 nodes; allow at least 7"),
-        (dict(n=8, degree=1), "has degree 1; allow at least 2"),
-        (dict(n=8, degree=4, weights="fdla"), "choose one of laplacian, metropolis-hastings"),
+        (dict(n=1, degree=2), ("n = 1", "2")),
+        (dict(n=8), ("degree", "edges", "both")),
+        (dict(n=8, edges=5), ("5 edges", "8 nodes", "7")),
+        (dict(n=8, degree=1), ("8 nodes", "degree 1", "2")),
+        (
+            dict(n=8, degree=4, weights="fdla"),
+            ('weights = "fdla"', "laplacian, metropolis-hastings"),
+        ),
         (dict(n=8, degree=4, seconds=0), "seconds = 0, evaluations = None"),
         (dict(n=8, degree=4, evaluations=0), "seconds = None, evaluations = 0"),
-        *((dict(n=8, degree=4, evaluations=5, seed=s), "an integer") for s in (-1, 0.5, True)),
+        *(
+            (dict(n=8, degree=4, evaluations=5, seed=s), (f"got {s}", "seed"))
+            for s in (-1, 0.5, True)
+        ),
     ],
 )
 def test_impossible_searches_are_rejected(given, message):
-    with pytest.raises(GraphError, match=message):
+    with pytest.raises(GraphError, match=naming(message)):
         search(**given)
 
 
@@ -119,13 +125,13 @@ def test_circulant_search_finds_the_best_of_all(n, degree):
 @on_each(
     ("options", "message"),
     [
-        ({"n": 9, "degree": 3}, "odd degree 3"),
+        ({"n": 9, "degree": 3}, ("9 nodes", "degree 3")),
         ({"n": 64, "degree": 8, "limit": 100}, "limit = 100"),
         ({"n": 12, "degree": 4, "edges": 20}, "20 edges"),
     ],
 )
 def test_circulant_searches_that_are_rejected(options, message):
-    with pytest.raises(GraphError, match=message):
+    with pytest.raises(GraphError, match=naming(message)):
         search_circulants(**options)
 
 
@@ -173,7 +179,7 @@ def test_results_in_files(searched, tmp_path):
     assert g == searched.graph() and g.name == f"file:{path}"
     local = graph(f"file:{path}", weights="metropolis-hastings", lazy=True)
     assert local.n == 10 and "signed" not in local.facts
-    with pytest.raises(GraphError, match="10 nodes, but 4"):
+    with pytest.raises(GraphError, match=naming("10 nodes", "4")):
         graph(f"file:{path}", 4)
     save(searched, path)  # the file exists already
 
@@ -197,65 +203,65 @@ def test_files_of_networkx(suffix, tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("none.json", None, "doesn't exist"),
-        ("none.gml", None, "doesn't exist"),
-        ("a.json", "{", "can't be read as JSON"),
-        ("a.json", "[1]", "contains no JSON object"),
-        ("a.json", '{"n": 3}', 'needs "n" .* and "edges"'),
-        ("a.json", '{"n": "3", "edges": []}', 'needs "n" \\(a number\\)'),
-        ("a.json", '{"n": 3, "edges": [[0, 3]]}', r"outside the nodes 0 … 2"),
+        ("none.json", None, ("none.json", "doesn't exist")),
+        ("none.gml", None, ("none.gml", "doesn't exist")),
+        ("a.json", "{", ("JSON", "line 1 column 2")),
+        ("a.json", "[1]", "no JSON object"),
+        ("a.json", '{"n": 3}', "'edges'"),
+        ("a.json", '{"n": "3", "edges": []}', ('"n"', "'str'")),
+        ("a.json", '{"n": 3, "edges": [[0, 3]]}', ("[0, 3]", "0 … 2")),
         ("a.json", '{"n": 3, "edges": [[0, 1], [1, 0]]}', "occurs twice"),
-        ("a.json", '{"n": 3, "edges": [[1, 1]]}', "joins a node to itself"),
-        ("a.json", '{"n": 3, "edges": [["a", 1]]}', "pairs of integers"),
-        ("a.json", '{"n": 3, "edges": [[0.5, 1.7], [1, 2]]}', "pairs of integers"),
-        ("a.json", '{"n": 3, "edges": [[0, 1, 2, 0]]}', "pairs of integers"),
-        ("a.json", '{"n": 3, "edges": [[0, 1], [2]]}', "pairs of integers"),
-        ("a.json", '{"n": 3, "edges": [[0, 1e30]]}', "pairs of integers"),
-        ("a.json", '{"n": true, "edges": []}', "true or false"),
-        ("a.json", '{"n": 3, "edges": [[0, 1]], "weights": ["a"]}', "must name a rule"),
-        ("a.json", '{"n": 3, "edges": [[0, 1]], "weights": "x"}', 'weights "x" are unknown'),
+        ("a.json", '{"n": 3, "edges": [[1, 1]]}', "to itself"),
+        ("a.json", '{"n": 3, "edges": [["a", 1]]}', ("pairs of integers", "[0, 1]")),
+        ("a.json", '{"n": 3, "edges": [[0.5, 1.7], [1, 2]]}', ("pairs of integers", "[0, 1]")),
+        ("a.json", '{"n": 3, "edges": [[0, 1, 2, 0]]}', ("pairs of integers", "[0, 1]")),
+        ("a.json", '{"n": 3, "edges": [[0, 1], [2]]}', ("pairs of integers", "[0, 1]")),
+        ("a.json", '{"n": 3, "edges": [[0, 1e30]]}', ("pairs of integers", "[0, 1]")),
+        ("a.json", '{"n": true, "edges": []}', ('"n"', "true or false")),
+        ("a.json", '{"n": 3, "edges": [[0, 1]], "weights": ["a"]}', ('"weights"', "['a']")),
+        ("a.json", '{"n": 3, "edges": [[0, 1]], "weights": "x"}', ('weights "x"', "unknown")),
         ("a.json", '{"n": 3, "rounds": 5}', '"rounds" is 5'),
-        ("a.json", '{"n": 3, "rounds": []}', '"rounds" is'),
+        ("a.json", '{"n": 3, "rounds": []}', '"rounds" is []'),
         (
             "a.json",
             f'{{"n": {2**40}, "edges": []}}',
-            "n = 1099511627776: a graph in a file must have 1",
+            ("n = 1099511627776", "65536"),
         ),
-        ("a.json", "[" * 100_000, "can't be read as JSON: maximum recursion"),
-        ("a.h5", "no", "unknown suffix; use .json, .graphml"),
-        ("a.gml", "no", "can't be read"),
-        ("a.txt", "no", "unknown suffix"),
+        ("a.json", "[" * 100_000, ("JSON", "recursion")),
+        ("a.h5", "no", ("unknown suffix", ".json, .graphml", "`graph search --out FILE.json`")),
+        ("a.gml", "no", ("can't be read", "gml")),
+        ("a.txt", "no", ("a.txt", "unknown suffix")),
     ],
 )
 def test_bad_files_are_named(name, text, message, tmp_path):
     path = tmp_path / name
     if text is not None:
         path.write_text(text)
-    with pytest.raises(GraphError, match=message):
+    with pytest.raises(GraphError, match=naming(message)):
         graph(f"file:{path}", 3)
 
 
 @pytest.mark.parametrize("suffix", ["json", "gml"])
 def test_a_pipe_or_an_endless_file_is_not_from_file(tmp_path, suffix):
     os.mkfifo(tmp_path / f"pipe.{suffix}")
-    with pytest.raises(GraphError, match="not a regular file"):
+    with pytest.raises(GraphError, match=naming("regular file")):
         from_file(tmp_path / f"pipe.{suffix}")
     with (tmp_path / f"long.{suffix}").open("w") as file:
         file.truncate(1 << 40)
-    with pytest.raises(GraphError, match="1099511627776 bytes, at most"):
+    with pytest.raises(GraphError, match=naming("1099511627776", "67108864")):
         from_file(tmp_path / f"long.{suffix}")
 
 
-@on_each(("name", "message"), [("ten.txt", r"ten\.txt.*\.json"), ("no/ten.json", "no/ten.json")])
+@on_each(("name", "message"), [("ten.txt", ("ten.txt", ".json")), ("no/ten.json", "no/ten.json")])
 def test_paths_that_no_graph_is_saved_to(searched, tmp_path, name, message):
-    with pytest.raises(GraphError, match=message):
+    with pytest.raises(GraphError, match=naming(message)):
         save(searched, tmp_path / name)
 
 
 def test_a_file_has_no_options_but_slack(tmp_path):
     (tmp_path / "a.json").write_text('{"n": 3, "edges": [[0, 1], [1, 2]]}')
     assert graph(f"file:{tmp_path}/a.json", slack=0.5).matrix()[0, 1] > 0
-    with pytest.raises(GraphError, match='"degree".* slack'):
+    with pytest.raises(GraphError, match=naming('"degree"', "slack")):
         graph(f"file:{tmp_path}/a.json", degree=3)
 
 
@@ -266,5 +272,5 @@ def test_circulant_search_respects_its_number_of_edges():
 
 def test_a_search_without_a_connected_graph_is_an_error(monkeypatch):
     monkeypatch.setattr(searching, "_run", lambda *arguments: None)
-    with pytest.raises(GraphError, match="connected graph"):
+    with pytest.raises(GraphError, match=naming("connected")):
         search(8, degree=3, evaluations=5)

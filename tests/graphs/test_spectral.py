@@ -18,7 +18,7 @@ from mpigossip.graphs.base import static
 from mpigossip.graphs.exponential import rounds_needed
 from mpigossip.graphs.rounds import Circulant
 from mpigossip.graphs.weights import as_sparse
-from tests.cases import on_each
+from tests.cases import naming, on_each
 
 MIXED = ["exponential", "one-peer-exponential", "base-3", "star", "grid", "random-regular"]
 
@@ -61,7 +61,7 @@ def test_gaps_of_known_graphs():
     assert sp.spectral_gap(graph("star", 9)) == pytest.approx(1 / 9)
     assert sp.spectral_gap(graph("complete", 9)) == pytest.approx(1)
     assert sp.spectral_gap(graph("identity", 9)) == pytest.approx(0, abs=1e-12)
-    with pytest.raises(GraphError, match="varies with the round and has no spectral gap"):
+    with pytest.raises(GraphError, match=naming("spectral gap")):
         sp.spectral_gap(graph("base-2", 9))
 
 
@@ -199,7 +199,7 @@ def test_effective_neighbours_between_one_and_n():
     star, ring = (sp.effective_neighbours(graph(name, 32)) for name in ("star", "ring"))
     assert star < ring  # the star's gap is larger, and yet it trains worse (Vogels et al.)
     assert sp.spectral_gap(graph("star", 32)) > sp.spectral_gap(graph("ring", 32))
-    with pytest.raises(GraphError, match="gamma"):
+    with pytest.raises(GraphError, match=naming("gamma")):
         sp.effective_neighbours(graph("ring", 4), 1.0)
 
 
@@ -220,12 +220,12 @@ def test_lower_bounds():
     assert th.gossip_lower_bound(**given, lam=0.75) == pytest.approx(sample + 2 * 3 / (0.01 * 0.5))
     ring = 1 - sp.spectral_gap(graph("ring", 8))
     assert th.gossip_lower_bound(**given, lam=ring) > th.gossip_lower_bound(**given, lam=0.1)
-    with pytest.raises(GraphError, match="λ = 1"):
+    with pytest.raises(GraphError, match=naming("λ = 1.0")):
         th.gossip_lower_bound(**given, lam=1.0)
-    with pytest.raises(GraphError, match="epsilon > 0, got 0"):
+    with pytest.raises(GraphError, match=naming("epsilon", "0")):
         th.lower_bound(**(given | {"epsilon": 0}), diameter=4)
     for separation in (None, -1):
-        with pytest.raises(GraphError, match="needs a connected graph"):
+        with pytest.raises(GraphError, match=naming("diameter", "connected")):
             th.lower_bound(**given, diameter=separation)
 
 

@@ -1,5 +1,6 @@
 """Slots as ranks of a torch process group over gloo: identical to threads and shared memory."""
 
+import re
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from mpigossip.groups import nccl_inside_node, threads
 from mpigossip.groups.base import GroupError, Single
 from mpigossip.groups.nccl_inside_node import TorchGroup
 from mpigossip.groups.threads import ThreadGroup
-from tests.cases import with_world
+from tests.cases import naming, with_world
 from tests.groups.comparison import RIGHT, count_differences, draw_arrays, host_group
 
 pytestmark = pytest.mark.both
@@ -104,7 +105,7 @@ def test_sums_in_the_librarys_order_are_close_to_those_of_slots(one_thread):
 
 def test_equal_shards_are_needed():
     group = TorchGroup(ThreadGroup(3), SingleProcess(), timeout_s=20)
-    with pytest.raises(GroupError, match="8 elements can't be split into 3"):
+    with pytest.raises(GroupError, match=naming("8", "3")):
         group.reduce_scatter_mean([torch.ones(1, 8)] * 3)
     group.close()
 
@@ -119,9 +120,7 @@ def test_a_missing_slot_is_named_in_time(monkeypatch):
     late = SimpleNamespace(recv=lambda *_: stop.wait())
     group._groups = [groups[0], late, groups[2]]
     began = time.monotonic()
-    with pytest.raises(
-        WaitTimeoutError, match="reduce-scatter over the node's slots: slot 1 of this"
-    ):
+    with pytest.raises(WaitTimeoutError, match=naming("reduce-scatter", "slot 1")):
         group.reduce_scatter_mean([torch.ones(1, 6)] * 3)
     assert time.monotonic() - began < 10
     stop.set()
@@ -153,7 +152,7 @@ def one_is_late(world):
 
 def test_a_missing_process_is_named(ranks):
     said, _ = ranks(2)(one_is_late)
-    assert "reduce-scatter over the node's slots: rank 1 of this node did not arrive" in said
+    assert re.search(naming("reduce-scatter", "rank 1"), said)
 
 
 def test_errors_of_the_library_name_devices_call_and_remedy():
@@ -163,7 +162,9 @@ def test_errors_of_the_library_name_devices_call_and_remedy():
         raise RuntimeError("NCCL error: unhandled system error\nand advice of many lines")
 
     group._groups = [SimpleNamespace(broadcast=fail)] * 2
-    with pytest.raises(GroupError, match="broadcast .* failed on cpu, cpu: NCCL error: .*NCCL_DEB"):
+    with pytest.raises(
+        GroupError, match=naming("broadcast", "cpu, cpu", "NCCL error", "NCCL_DEBUG=INFO")
+    ):
         group.broadcast([torch.ones(1, 8)] * 2)
     group.close()
 

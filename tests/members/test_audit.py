@@ -2,6 +2,7 @@
 
 import functools
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from mpigossip.members.records import KEPT, RecordStore
 from mpigossip.runs.members import replay
 from mpigossip.runs.members.replay import ReplayLog, ReplayMismatch, audit
 from mpigossip.store import StoreError
+from tests.cases import naming
 from tests.members.storm import Bad, Tiny, begin, member
 
 
@@ -82,25 +84,25 @@ def test_an_audit_detects_a_wrong_record_if_it_is_drawn(tmp_path, monkeypatch):
             summary = audit(script, 0.1, Tiny(), random.Random(seed))
             assert summary.startswith("10 of 100 rounds drawn")
         except ReplayMismatch as error:
-            assert f"round {wrong.round} of place {wrong.place} gives another model" in str(error)
+            assert re.search(naming(f"round {wrong.round}", f"place {wrong.place}"), str(error))
             detected += 1
     # 10 are expected; the probability of less than 3 or more than 20 is below 0.3 %.
     assert 3 <= detected <= 20, detected
-    with pytest.raises(ReplayMismatch, match=f"round {wrong.round} "):
+    with pytest.raises(ReplayMismatch, match=naming(f"round {wrong.round}")):
         audit(script, 1.0, Tiny(), random.Random(0))
 
 
 def test_an_audit_needs_all_models(tmp_path):
     plan = TrainingPlan(12, 4, 60.0)
     script = train(tmp_path / "run", plan)
-    with pytest.raises(JobError, match="members.keep_every = 0: an audit repeats"):
+    with pytest.raises(JobError, match=naming("members.keep_every = 0", "members.keep_every = 1")):
         audit(script, 0.1, Tiny(), random.Random(0))
     script = train(tmp_path / "kept", plan._replace(keep_every=1))
     assert "12 of 12 rounds" in audit(script, 1.0, Tiny(), random.Random(0))
     lost = script.rounds[0, 4]
     (tmp_path / "kept" / "models" / lost.file).unlink()
-    with pytest.raises(StoreError, match="the model of chain/000000/000004, an input of"):
+    with pytest.raises(StoreError, match=naming("chain/000000/000004")):
         audit(script, 1.0, Tiny(), random.Random(0))
     begin(tmp_path / "empty")
-    with pytest.raises(JobError, match="has no rounds yet"):
+    with pytest.raises(JobError, match=naming("no rounds")):
         audit(log_of(tmp_path / "empty", plan._replace(keep_every=1)), 1, Tiny(), random.Random(0))

@@ -25,7 +25,7 @@ def test_the_smallest_period_spends_a_tenth_of_a_round_on_the_folder():
     assert describe_slow_folder(0.01, 0.1, 4) == ""
     # 4 steps of 10 ms, and 60 ms for the folder: 54 steps take 0.54 s, nine times as long
     text = describe_slow_folder(0.06, 0.1, 4)
-    assert "takes 0.1 s" in text and "0.06 s are operations of the folder" in text
+    assert "takes 0.1 s" in text and "0.06 s are operations" in text
     assert text.startswith("hint (training continues)")
     assert "cadence.period = 54 or more instead of 4" in text
 

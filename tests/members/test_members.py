@@ -26,7 +26,7 @@ from mpigossip.members.pace import chunks_of_round, peer_weight
 from mpigossip.members.place import Place, TrainingPlan, record_name
 from mpigossip.members.records import RecordStore, Round, Unusable, parse
 from mpigossip.store import StoreError, checkpoint, node_file
-from tests.cases import every
+from tests.cases import every, naming
 from tests.members.storm import (
     Bad,
     Tiny,
@@ -292,13 +292,10 @@ def test_a_wait_for_the_chunks_of_a_killed_member_is_reported_once(tmp_path):
     live.close()
     assert place.ended() and right(root, plan)
     wait, closing = lines
-    words = re.fullmatch(
-        r"all chunks are claimed; waiting for chunks of place 0, which has been silent for (\d+) s "
-        "and is closed after 60 s",
-        wait,
-    )
-    assert 5 <= int(words[1]) < 60
-    assert "place 0 has been silent for longer than its lease: it is closed" in closing
+    silent_s, limit_s = re.findall(r"(\d+) s", wait)
+    assert re.search(naming("all chunks", "place 0"), wait)
+    assert 5 <= int(silent_s) < 60 == int(limit_s)
+    assert re.search(naming("place 0", "lease", "closed"), closing)
 
 
 def test_short_waits_for_chunks_are_not_reported(tmp_path):
@@ -321,7 +318,7 @@ def test_short_waits_for_chunks_are_not_reported(tmp_path):
     assert place.chunk() is None
     place.report_wait()
     place.report_wait()
-    assert len(lines) == 1 and "place 0, which has been silent for 55 s" in lines[0]
+    assert len(lines) == 1 and re.search(naming("place 0", "silent", "55 s"), lines[0])
 
 
 def test_a_member_without_a_readable_model_leaves_a_complete_chain(tmp_path):
@@ -353,7 +350,7 @@ def test_earlier_models_are_used_if_the_newest_are_damaged(tmp_path):
 def test_an_end_without_models_is_never_written(tmp_path):
     """If chain/ was purged, an END without models could not be undone."""
     begin(root := tmp_path / "run")
-    with pytest.raises(StoreError, match="no record in chain/ can be read"):
+    with pytest.raises(StoreError, match=naming("chain/", "no record")):
         Place(RecordStore(root), TrainingPlan(8, 2, 60.0)).endings()
 
 
@@ -365,9 +362,9 @@ def test_models_with_other_parameters_are_ignored(tmp_path):
     assert member(Bad(root, random.Random(1), kill_at=90), plan) == "killed"
     place = Place(RecordStore(root), plan, report=lines.append)
     live = FolderExchange(place, lambda: False, 0.01)
-    with pytest.raises(StoreError, match="none of 1 models can be read"):
+    with pytest.raises(StoreError, match=naming("none of 1 models")):
         live.begin({"layout": layout(["y"], [[4]])})
-    assert "its parameters have other names or shapes" in lines[0]
+    assert "other names or shapes" in lines[0]
     assert len(live.begin({"layout": layout(["x"], [[4]])})) == 1
     live.close()
 
@@ -451,7 +448,7 @@ def test_records_of_members_with_equal_rounds_have_no_new_fields():
     assert json.loads(record.encode()) == json.loads(text)
     longer = replace(record, chunks=3, chunk_s=0.5)
     assert parse(longer.encode(), "r", Round) == longer
-    with pytest.raises(Unusable, match="trained no chunk"):
+    with pytest.raises(Unusable, match=naming("no chunk")):
         parse(replace(record, chunks=0).encode(), "r", Round)
 
 

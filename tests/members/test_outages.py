@@ -20,7 +20,7 @@ from mpigossip.members.place import Place, TrainingPlan
 from mpigossip.members.records import Closed, RecordStore, Round, Unusable, Version
 from mpigossip.runs.members.replay import ReplayLog, wanted_of
 from mpigossip.store import StoreError, checkpoint
-from tests.cases import every
+from tests.cases import every, naming
 from tests.members.faults import ERRORS, Faults, injected
 from tests.members.storm import (
     Bad,
@@ -103,7 +103,9 @@ def test_an_error_that_lasts_ends_the_member_by_its_kind(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             fails(patched, "/END", number, times=1 << 30)
             expected = StoreError if number in LASTING else FolderUnreachable
-            with pytest.raises(expected, match=re.escape(f"{root}/END: {os.strerror(number)}")):
+            with pytest.raises(
+                expected, match=naming(f"{root}/END", " ".join(os.strerror(number).split()[:4]))
+            ):
                 disk(root, limit_s=0.0).read("END", listed=True)
 
 
@@ -135,7 +137,7 @@ def test_a_member_that_was_asked_to_leave_does_not_wait_for_a_lease(tmp_path, mo
     def operation():
         raise OSError(errno.EIO, "input/output error")
 
-    with pytest.raises(FolderUnreachable, match=r"for 0\.05 s"):
+    with pytest.raises(FolderUnreachable, match=naming("0.05 s")):
         retries.retry(operation, tmp_path)
 
 
@@ -149,7 +151,7 @@ def test_errors_of_content_have_no_cause():
 
 def test_a_name_that_was_removed_is_no_outage(tmp_path):
     begin(root := tmp_path / "run")
-    with pytest.raises(StoreError, match="was removed.*copy it back"):
+    with pytest.raises(StoreError, match=naming("removed", "copy it back")):
         disk(root, limit_s=0.0).read("ledger/0000/000000.0", listed=True)
 
 
@@ -182,7 +184,7 @@ def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
     begin(root := tmp_path / "run")
     (root / "tmp").rmdir()
     (root / "tmp").touch()
-    with pytest.raises(StoreError, match=r"/tmp/\w+: Not a directory.*remove the file"):
+    with pytest.raises(StoreError, match=naming("run/tmp/", "Not a directory", "remove")):
         disk(root, limit_s=0.0).publish("END", b"")
 
 
@@ -193,7 +195,7 @@ def test_a_full_folder_is_named_with_a_remedy(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StoreError, match=r"run/END: No space left.*free space there"):
+    with pytest.raises(StoreError, match=naming("run/END", "No space left", "free space")):
         disk(root, limit_s=0.0).publish("END", b"")
     assert not [*(root / "tmp").iterdir()]
 
@@ -226,7 +228,7 @@ def test_a_mount_point_without_its_folder_is_not_filled(tmp_path):
     assert store.publish("places/000000", b"") and store.names("places")
     root.rename(tmp_path / "away")
     root.mkdir()
-    with pytest.raises(FolderUnreachable, match="mount it again"):
+    with pytest.raises(FolderUnreachable, match=naming("mount it again")):
         store.make("logs")
     store.outages.given_up = False
     with pytest.raises(FolderUnreachable):
@@ -249,7 +251,7 @@ def test_a_folder_whose_look_up_fails_once_is_still_a_folder(tmp_path, monkeypat
             fails(patch, "run/chain", errno.ENOENT, function=function)
             store.make("chain/000000")
     (root / "file").touch()
-    with pytest.raises(StoreError, match="is not a folder"):
+    with pytest.raises(StoreError, match=naming("run/file", "not a folder")):
         store.make("file/000000")
 
 
@@ -356,7 +358,7 @@ def test_a_file_of_another_user_does_not_void_a_claim(tmp_path, monkeypatch):
     disk(root).publish("END", b"content")
     other = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: other)
-    with pytest.raises(StoreError, match="belongs to user.*give --shared"):
+    with pytest.raises(StoreError, match=naming("user", "--shared")):
         disk(root, limit_s=0.0).read("END", listed=True)
     assert disk(root, limit_s=0.0, shared=True).read("END") == b"content"
 
@@ -507,7 +509,7 @@ def test_replay_rejects_a_listing_that_lacks_rounds(tmp_path, monkeypatch):
         RecordStore, "names", lambda *of: names(*of)[: 2 if "chain/" in of[1] else None]
     )
     script = ReplayLog(place_of(disk(root)))
-    with pytest.raises(StoreError, match=r"\d of its 8 chunks are missing"):
+    with pytest.raises(StoreError, match=naming("8 chunks", "missing")):
         wanted_of(script, None, None)
     assert wanted_of(script, 0, None)  # these rounds exist
 
@@ -530,7 +532,7 @@ def test_replay_rejects_a_damaged_round(tmp_path):
     assert member(Bad(root, random.Random(1)), PLAN) == "end"
     (root / "chain/000000/000003").chmod(0o644)
     (root / "chain/000000/000003").write_bytes(b"")
-    with pytest.raises(StoreError, match="chain/000000/000003 is missing or damaged"):
+    with pytest.raises(StoreError, match=naming("chain/000000/000003", "damaged")):
         wanted_of(ReplayLog(place_of(disk(root))), None, None)
 
 
@@ -541,7 +543,7 @@ def test_replay_rejects_a_chunk_that_was_trained_twice(tmp_path):
     last = place.refresh(0).last
     twice = Round(**vars(last) | {"round": last.round + 1, "chunk": place.record(0, 1).chunk})
     (root / f"chain/000000/{twice.round:06d}").write_bytes(twice.encode())
-    with pytest.raises(StoreError, match="trained more than once.*chain/000000/000001"):
+    with pytest.raises(StoreError, match=naming("more than once", "chain/000000/000001")):
         wanted_of(ReplayLog(place_of(disk(root))), None, None)
 
 

@@ -20,7 +20,7 @@ from mpigossip.runs.hooks import Hook
 from mpigossip.store.log import read
 from mpigossip.training import assemble
 from tests.battery import Driver
-from tests.cases import every, on_each, with_world
+from tests.cases import every, naming, on_each, with_world
 
 pytestmark = pytest.mark.both
 
@@ -447,8 +447,8 @@ def test_a_run_on_ranks_logs_staleness(ranks, tmp_path):
 @on_each(
     ("settings", "message"),
     [
-        ("algorithm.name=d2", '"d2" needs the models of the same round; choose one of dsgd'),
-        ("algorithm.name=parallel", "choose one of dsgd, dmsgd"),
+        ("algorithm.name=d2", '"d2" needs the models'),
+        ("algorithm.name=parallel", "one of dsgd, dmsgd"),
         ("node.wire=bf16", 'node.wire = "bf16": an asynchronous run'),
         ("node.devices=cuda:0", 'node.devices = "cuda:0": '),
         ("node.exchange=nccl", 'node.mixer = "asynchronous": NCCL'),
@@ -464,7 +464,7 @@ def test_settings_that_asynchronous_nodes_do_not_support_are_rejected(settings, 
 
 
 def test_invalid_faults_are_rejected():
-    with pytest.raises(JobError, match="faults.lost"):
+    with pytest.raises(JobError, match=naming("faults.lost")):
         assemble.load({"faults": {"lost": 1.0}})
 
 
@@ -481,7 +481,7 @@ def test_the_dry_run_counts_copies_and_corrections():
 def test_ranks_reject_faults_of_the_simulator():
     world = SingleProcess()
     world.comm = object()
-    with pytest.raises(JobError, match="faults: .*`mpigossip simulate`"):
+    with pytest.raises(JobError, match=naming("faults", "`mpigossip simulate`")):
         assemble.assemble(assemble.load(JOB, ["faults.lost=0.1"]), world, 2)
 
 

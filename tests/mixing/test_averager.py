@@ -16,7 +16,7 @@ from mpigossip.graphs import GraphError
 from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.kernels import native
 from mpigossip.mixing.simulated import Simulated
-from tests.cases import catching, some, with_world
+from tests.cases import catching, naming, some, with_world
 from tests.launch import REPO
 
 SHAPE = (3, 5, 2)
@@ -253,7 +253,7 @@ def test_one_process_needs_no_mpi():
     assert (averager.average(drawn(0)) == drawn(0)).all()
     assert (averager.mean(drawn(0)) == drawn(0)).all()
     world.close()
-    with pytest.raises(JobError, match="this Averager is closed"):
+    with pytest.raises(JobError, match=naming("start", "Averager", "close()")):
         averager.start(drawn(0))
 
 
@@ -290,10 +290,10 @@ def test_an_average_needs_no_default_device(ranks, kind):
 def test_masked_arrays_are_rejected():
     masked = np.ma.masked_array(np.ones(3), [True, False, False])
     with SingleProcess() as world:
-        with pytest.raises(JobError, match=r"\(MaskedArray\): .* without a mask"):
+        with pytest.raises(JobError, match=naming("like", "MaskedArray", "without a mask")):
             mpigossip.Averager(world, "ring", like=masked)
         averager = mpigossip.Averager(world, "ring", like=np.ones(3))
-        with pytest.raises(JobError, match=r"average: .*\(MaskedArray\)"):
+        with pytest.raises(JobError, match=naming("average", "MaskedArray")):
             averager.average(masked)
 
 
@@ -309,20 +309,20 @@ def exchanged(world, dtype, kind):
         weights = {world.rank: 2, **dict.fromkeys(received, 3)}
         summed = averager.average(x, weights=weights)
         assert averager.round == 2 and summed.dtype == x.dtype
-        with pytest.raises(JobError, match="average: rank 99 is given"):
+        with pytest.raises(JobError, match=naming("average", "rank 99")):
             averager.average(x, weights={99: 1})
         if dtype == "float16":
             result = averager.average(x), averager.mean(x)
             assert result[0].dtype == result[1].dtype == x.dtype
-            with pytest.raises(JobError, match="sum: adds integers"):
+            with pytest.raises(JobError, match=naming("sum", "integers")):
                 averager.sum(x)
         else:
             result = (averager.sum(x),)
-            with pytest.raises(JobError, match="average: .* integers have no average"):
+            with pytest.raises(JobError, match=naming("average", "integers")):
                 averager.average(x)
-            with pytest.raises(JobError, match="weight of rank 0 is 0.5, but"):
+            with pytest.raises(JobError, match=naming("rank 0", "0.5")):
                 averager.average(x, weights={0: 0.5})
-    with pytest.raises(JobError, match="exchange: this Averager is closed"):
+    with pytest.raises(JobError, match=naming("exchange", "Averager", "close()")):
         averager.exchange(x)
     arrays = [*received.values(), summed, *result]
     return list(received), [np.array(torch.as_tensor(a).double()) for a in arrays]

@@ -8,6 +8,7 @@ from mpigossip.graphs import graph
 from mpigossip.mixing.base import MessageLayout
 from mpigossip.mixing.delayed import Faults
 from mpigossip.mixing.simulated import Simulated
+from tests.cases import naming
 
 LAYOUT = MessageLayout((512,))
 
@@ -24,6 +25,6 @@ def test_every_entry_names_a_class_and_unknown_mixers_are_rejected():
     for asked, where in mixing.MIXERS:
         assert mixing.mixer_class(asked, where).synchronous is (asked != "asynchronous")
     with pytest.raises(
-        ValueError, match='node.mixer = "asynchronous": .* "devices"; choose "synchronous"$'
+        ValueError, match=naming('node.mixer = "asynchronous"', '"devices"', '"synchronous"')
     ):
         mixing.mixer_class("asynchronous", "devices")

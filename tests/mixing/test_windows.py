@@ -16,7 +16,7 @@ from mpigossip.mixing.base import ExchangeKind, MessageLayout
 from mpigossip.mixing.combine import weighted_sum
 from mpigossip.mixing.kernels import native
 from mpigossip.mixing.simulated import Simulated
-from tests.cases import covering, every, on_each, some, with_world
+from tests.cases import covering, every, naming, on_each, some, with_world
 from tests.mixing.rounds import GRAPHS, LAYOUT, compare, fill, graphs_for
 
 pytestmark = pytest.mark.both
@@ -202,7 +202,7 @@ def caught(comm, mutate, same_host, graphs):
 )
 def test_a_mutant_of_the_protocol_is_detected(ranks, mutate, same_host):
     graphs = ["one-peer-exponential", "exponential"]
-    with pytest.raises(Exception, match="seen"):
+    with pytest.raises(Exception, match=naming("seen")):
         ranks(6)(caught, mutate, same_host, graphs, timeout=60)
 
 
@@ -214,7 +214,7 @@ def test_a_mutant_of_the_protocol_is_detected(ranks, mutate, same_host):
     ],
 )
 def test_a_mutant_of_a_faster_exchange_is_detected(ranks, mutate, same_host, name):
-    with pytest.raises(Exception, match="seen"):
+    with pytest.raises(Exception, match=naming("seen")):
         ranks(4)(caught, mutate, same_host, [name], timeout=60)
 
 
@@ -249,7 +249,7 @@ def slow_reader(world, waits):
 
 def test_the_shared_result_of_a_pair_outlasts_its_slower_reader(ranks):
     ranks(4)(slow_reader, True)
-    with pytest.raises(Exception, match="seen"):
+    with pytest.raises(Exception, match=naming("seen")):
         ranks(4)(slow_reader, False, timeout=120)
 
 

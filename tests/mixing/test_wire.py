@@ -13,7 +13,7 @@ from mpigossip.mixing.base import ExchangeKind, MessageLayout, bytes_per_exchang
 from mpigossip.mixing.lossy_wires import wire
 from mpigossip.mixing.simulated import Simulated
 from mpigossip.mixing.wire import WIRE_BUCKET, decode, encode
-from tests.cases import on_each, with_world
+from tests.cases import naming, on_each, with_world
 
 ALL = [
     "bf16",
@@ -89,7 +89,7 @@ def test_bytes_of_a_bucket(name, nbytes):
     assert made(name).nbytes(8 * WIRE_BUCKET) == 8 * nbytes
     _, codes = message(made(name))
     assert len(codes) == 4 * nbytes
-    with pytest.raises(ValueError, match="700 elements"):
+    with pytest.raises(ValueError, match=naming("512 elements", "700 elements")):
         made(name).nbytes(700)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from mpigossip.config import JobError
 from mpigossip.models import BUILDERS, decayed, loss_and_correct, model
-from tests.cases import on_each
+from tests.cases import naming, on_each
 
 
 def wrong_width(shape, classes):
@@ -122,28 +122,28 @@ def test_custom_models():
 @on_each(
     ("name", "shape", "options", "message"),
     [
-        ("lenett", (1, 8, 8), {}, 'is unknown, .* did you mean "lenet"?'),
-        ("something", (1, 8, 8), {}, "package.module:factory"),
-        ("nowhere.at.all:net", (1, 8, 8), {}, "model.name = .*nowhere.at.all can't be imported"),
-        (f"{HERE}:missing", (1, 8, 8), {}, "has no missing"),
-        (f"{HERE}:HERE", (1, 8, 8), {}, "HERE. is of type str;"),
+        ("lenett", (1, 8, 8), {}, ('"lenett"', '"lenet"')),
+        ("something", (1, 8, 8), {}, ('"something"', "package.module:factory")),
+        ("nowhere.at.all:net", (1, 8, 8), {}, ("model.name =", "nowhere.at.all", "imported")),
+        (f"{HERE}:missing", (1, 8, 8), {}, "no missing"),
+        (f"{HERE}:HERE", (1, 8, 8), {}, ("HERE", "type str")),
         (f"{HERE}:not_a_module", (1, 8, 8), {}, "returned tuple"),
-        (f"{HERE}:wrong_width", (1, 8, 8), {}, r"\(1, 11\).* need \(1, 10\)"),
-        (f"{HERE}:wide", (4,), {"widht": 2}, "wide.* the options {'widht': 2}"),
-        ("lenet", (1, 2, 8), {}, r"at least 4x4 pixels, .* shape \(1, 2, 8\)"),
-        ("lenet", (64,), {}, "takes images"),
-        ("resnet50", (3, 8, 8), {}, "at least 32x32 pixels"),
-        ("gpt", (3, 8, 8), {}, "takes tokens"),
-        ("gpt", (8,), {"width": 30}, "model.width = 30 .* model.heads = 4; .* is 32"),
+        (f"{HERE}:wrong_width", (1, 8, 8), {}, ("(1, 11)", "(1, 10)")),
+        (f"{HERE}:wide", (4,), {"widht": 2}, ("wide", "{'widht': 2}")),
+        ("lenet", (1, 2, 8), {}, ("4x4 pixels", "(1, 2, 8)")),
+        ("lenet", (64,), {}, ('"lenet"', "images")),
+        ("resnet50", (3, 8, 8), {}, "32x32 pixels"),
+        ("gpt", (3, 8, 8), {}, ('"gpt"', "tokens")),
+        ("gpt", (8,), {"width": 30}, ("model.width = 30", "model.heads = 4", "32")),
     ],
 )
 def test_mistakes(name, shape, options, message):
-    with pytest.raises(JobError, match=message):
+    with pytest.raises(JobError, match=naming(message)):
         model(name, shape, 10, 0, **options)
 
 
 def test_a_network_for_the_wrong_kind_of_samples():
-    with pytest.raises(JobError, match=r'"mlp" can\'t be applied to tokens of shape \(8,\)'):
+    with pytest.raises(JobError, match=naming('"mlp"', "(8,)", "tokens")):
         model("mlp", (8,), 256, 0, torch.int64)
-    with pytest.raises(JobError, match=r'"gpt" can\'t be applied to samples of shape \(8,\)'):
+    with pytest.raises(JobError, match=naming('"gpt"', "(8,)", "samples")):
         model("gpt", (8,), 256, 0)

@@ -13,7 +13,7 @@ from torch import nn
 import mpigossip
 from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError, readable
-from tests.cases import covering, every, on_each, with_world
+from tests.cases import covering, every, naming, on_each, with_world
 
 RATE = 0.1
 OUTER_RATE = 0.7
@@ -293,7 +293,7 @@ def test_edits_are_rejected_by_methods_that_keep_their_own_model(algorithm):
     model, gossip = wrapped(algorithm, overlap="never")
     train(gossip, model, range(2))
     EDITS["mul_"](model[0].weight)
-    with pytest.raises(JobError, match=f'"{algorithm}".*"dsgt"'):
+    with pytest.raises(JobError, match=naming(f'"{algorithm}"', '"dsgt"')):
         gossip.step()
 
 
@@ -309,7 +309,7 @@ def test_an_edit_after_a_collective_call_is_rejected_like_one_before_it(low):
     gossip.consensus_distance()
     with torch.no_grad():
         model[0].weight.mul_(0.9)
-    with pytest.raises(JobError, match='overlap="never"'):
+    with pytest.raises(JobError, match=naming('overlap="never"')):
         gossip.step()
 
 
@@ -318,7 +318,7 @@ def test_an_edit_before_state_dict_is_rejected_at_the_step():
     train(gossip, model, range(2))
     model[0].weight.data = model[0].weight.data * 0.9
     gossip.state_dict()
-    with pytest.raises(JobError, match='overlap="never"'):
+    with pytest.raises(JobError, match=naming('overlap="never"')):
         gossip.step()
 
 
@@ -375,9 +375,9 @@ def averaged_after_each_step(world, algorithm):
         train(gossip, model, [step], world.rank)
         gossip.average()
     EDITS["mul_"](model[0].weight)
-    with pytest.raises(JobError, match=f'"{algorithm}".*"dsgt"'):
+    with pytest.raises(JobError, match=naming(f'"{algorithm}"', '"dsgt"')):
         gossip.average()
-    with pytest.raises(JobError, match=f'"{algorithm}".*"dsgt"'):
+    with pytest.raises(JobError, match=naming(f'"{algorithm}"', '"dsgt"')):
         gossip.step()
 
 
@@ -505,8 +505,7 @@ SEPARATE = {
 
 @on_each("views", [*SHARED.values()])
 def test_parameters_that_share_memory_are_rejected(views):
-    names = f"pieces.0 .* pieces.{len(views) - 1} "
-    with pytest.raises(JobError, match=rf"parameter {names}.*\.clone\(\)"):
+    with pytest.raises(JobError, match=naming("pieces.0", f"pieces.{len(views) - 1}", ".clone()")):
         gossip_of(Pieces(*views))
 
 
@@ -524,20 +523,20 @@ def test_parameters_that_come_to_share_memory_later_are_rejected():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     gossip = gossip_of(model)
     model[1].weight.data = model[0].weight.data
-    with pytest.raises(JobError, match=r"parameter 0\.weight and parameter 1\.weight share"):
+    with pytest.raises(JobError, match=naming("0.weight", "1.weight", "share")):
         gossip.step()
     model[1].weight.data = model[0].weight.data.clone()
     model(torch.ones(4)).sum().backward()
     gossip.step()
     model[1].weight.data = model[0].weight.data
-    with pytest.raises(JobError, match=r"parameter 0\.weight and parameter 1\.weight share"):
+    with pytest.raises(JobError, match=naming("0.weight", "1.weight", "share")):
         gossip.step()
 
 
 def test_a_buffer_in_the_memory_of_a_parameter_is_rejected():
     model = nn.Linear(4, 4)
     model.register_buffer("copy", model.weight.data)
-    with pytest.raises(JobError, match="parameter weight and buffer copy share"):
+    with pytest.raises(JobError, match=naming("weight", "buffer copy", "share")):
         gossip_of(model)
     model.copy = model.weight.data.clone()
     gossip_of(model)
@@ -587,7 +586,7 @@ def test_a_replaced_layer_is_rejected(replace, name):
     train(gossip, model, range(2))
     replace(model)
     for look in (gossip.step, gossip.state_dict):
-        with pytest.raises(JobError, match=rf"parameter {name} has left"):
+        with pytest.raises(JobError, match=naming(name, "left")):
             look()
 
 
@@ -597,7 +596,7 @@ def test_a_replaced_layer_of_a_tied_weight_is_rejected():
     model(torch.tensor([1])).sum().backward()
     gossip.step()
     model.head = nn.Linear(3, 5, bias=False)
-    with pytest.raises(JobError, match="module head was a Linear"):
+    with pytest.raises(JobError, match=naming("head", "Linear")):
         gossip.step()
 
 

@@ -61,7 +61,7 @@ def test_a_loop_trains_stops_and_resumes_bitwise(mpirun, tmp_path, name):
     (parts / "run").mkdir(parents=True)
     (parts / "run/STOP").touch()
     message, stopped = run(mpirun, name, n, parts, code=75)
-    at = re.search(r"stopped, to be resumed at step (\d+)", message)
+    at = re.search(r"resumed at step (\d+)", message)
     assert at and not stopped, message
     # The loop for Lightning counts passes over the data, the others count steps.
     resumed = "1" if name == "lightning_loop.py" else at[1]

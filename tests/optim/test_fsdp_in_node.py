@@ -287,8 +287,8 @@ def refused(world):
 def test_other_kinds_of_sharding_are_rejected(ranks):
     for said in ranks(4)(refused):
         others, hybrid, partly, low, mixer = said
-        assert "but this node has the ranks 0, 1: call fully_shard(model, mesh=world" in others
+        assert "ranks 0, 1: call fully_shard(model, mesh=world" in others
         assert "neither parallelize_module nor replicas (HSDP)" in hybrid
         assert "aren't sharded" in partly
         assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in low
-        assert 'mixer = "asynchronous": the ranks of a node step together' in mixer
+        assert 'mixer = "asynchronous"' in mixer

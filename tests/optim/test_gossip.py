@@ -10,7 +10,7 @@ import torch
 
 import mpigossip
 from mpigossip.cluster.world import SingleProcess
-from tests.cases import with_world
+from tests.cases import naming, with_world
 from tests.optim.in_node import whole
 
 STEPS = 7
@@ -63,7 +63,9 @@ def test_average_is_rejected_while_an_exchange_is_in_flight():
         model(batch(0, 0)).square().mean().backward()
         gossip.step()
         if overlap == "auto":
-            with pytest.raises(ValueError, match=r'average\(\).*in flight.*overlap="never"'):
+            with pytest.raises(
+                ValueError, match=naming("average()", "in flight", 'overlap="never"')
+            ):
                 gossip.average()
         else:
             gossip.average()
@@ -80,8 +82,8 @@ def test_gossip_uses_the_time_limit_of_the_world_by_default():
 def test_a_model_that_is_not_float32_is_rejected():
     model, _ = make(0)
     model.double()
-    says = r"parameter \S+ has unsupported dtype torch\.float64 \(need float32 or .*\.Averager"
-    with pytest.raises(ValueError, match=says):
+    says = "torch.float64", "float32", "mpigossip.Averager"
+    with pytest.raises(ValueError, match=naming(*says)):
         mpigossip.Gossip(SingleProcess(), model, torch.optim.SGD(model.parameters(), 0.1))
 
 
@@ -103,14 +105,14 @@ def test_the_loop_in_the_readme_runs_as_pasted(mpirun, pooled, tmp_path):
 def test_unknown_arguments_and_attributes_are_rejected():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match='overlap = "always": choose one of auto, never'):
+    with pytest.raises(ValueError, match=naming('overlap = "always"', "auto, never")):
         mpigossip.Gossip(SingleProcess(), model, optimizer, overlap="always")
-    with pytest.raises(ValueError, match="devices: "):
+    with pytest.raises(ValueError, match=naming("devices")):
         mpigossip.Gossip(SingleProcess(), model, optimizer, devices="cpu:2")
-    with pytest.raises(ValueError, match="kept: unknown; "):
+    with pytest.raises(ValueError, match=naming("kept", "unknown")):
         mpigossip.Gossip(SingleProcess(), model, optimizer, wire="top-k", kept=0.1)
-    with pytest.raises(ValueError, match=r"model is a list: .*torch.nn.ModuleList\(\[…\]\)"):
+    with pytest.raises(ValueError, match=naming("list", "torch.nn.ModuleList([…])")):
         mpigossip.Gossip(SingleProcess(), [model, model], optimizer)
     gossip = mpigossip.Gossip(SingleProcess(), model, optimizer)
-    with pytest.raises(AttributeError, match="'Gossip' object has no attribute 'no_sync'"):
+    with pytest.raises(AttributeError, match=naming("'Gossip'", "'no_sync'")):
         gossip.no_sync()

@@ -24,6 +24,7 @@ from mpigossip.optim import member as loop_member
 from mpigossip.runs.members.replay import ReplayMismatch
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
+from tests.cases import naming
 from tests.launch import REPO, environment, warmed
 from tests.members.storm import chunks_of
 
@@ -150,35 +151,35 @@ def test_an_outage_longer_than_a_lease_ends_the_loop(tmp_path, monkeypatch, caps
     monkeypatch.setattr(RecordStore, "publish_once", fails)
     monkeypatch.setattr(Outages, "limit_s", property(lambda _: 0.1, lambda *_: None), raising=False)
     assert not train(tmp_path / "run", *parts())
-    assert "not connected, for 0.1 s; this member ends" in capsys.readouterr().err
+    assert "not connected, for 0.1 s" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"chunks": 7}, "holds the training of another job"),
-        ({"chunks": 0}, "chunks = 0: "),
-        ({"lease_s": 0}, "lease_s = 0: "),
+        ({"chunks": 7}, "another job"),
+        ({"chunks": 0}, "chunks = 0"),
+        ({"lease_s": 0}, "lease_s = 0"),
     ],
 )
 def test_rejected(tmp_path, given, words):
     train(tmp_path / "run", *parts(), most=1)
-    with pytest.raises(JobError, match=words):
+    with pytest.raises(JobError, match=naming(words)):
         train(tmp_path / "run", *parts(), **given)
 
 
 def test_names_that_no_log_can_have_are_rejected(tmp_path):
     with mpigossip.join(tmp_path / "run", *parts(), chunks=2, poll_s=0.02) as member:
-        measured = [(name, "is measured already") for name in ("step", "steps")]
-        for name, words in (*measured, ("train/loss", "is not a valid name")):
-            with pytest.raises(JobError, match=f'log: "{name}" .*{words}'):
+        measured = [(name, "measured already") for name in ("step", "steps")]
+        for name, words in (*measured, ("train/loss", "valid name")):
+            with pytest.raises(JobError, match=naming(f'log: "{name}"', words)):
                 member.log(**{name: 1.0})
 
 
 def test_a_member_is_one_process(tmp_path):
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        with pytest.raises(JobError, match="torch.distributed joins 2 processes here"):
+        with pytest.raises(JobError, match=naming("torch.distributed", "2 processes")):
             train(tmp_path / "run", *parts())
     finally:
         torch.distributed.destroy_process_group()
@@ -187,7 +188,7 @@ def test_a_member_is_one_process(tmp_path):
 
 def test_other_models_and_folders_are_rejected(tmp_path, capsys):
     train(tmp_path / "run", *parts(), most=1)
-    with pytest.raises(JobError, match="begun with another version or model .*parameters"):
+    with pytest.raises(JobError, match=naming("another version", "parameters")):
         train(tmp_path / "run", *parts(width=5))
     assert cli.main(["join", str(tmp_path / "run")]) == 2
     assert cli.main(["replay", str(tmp_path / "run")]) == 2
@@ -206,7 +207,7 @@ def test_models_in_several_files_need_a_folder_that_earlier_versions_reject(tmp_
     disk, model = RecordStore(folder), parts()[0]
     assert joining._job(disk, model, CHUNKS, False, divided=False)
     assert joining._job(disk, model, CHUNKS, True, divided=True)
-    with pytest.raises(JobError, match="by a program with an earlier version of mpigossip"):
+    with pytest.raises(JobError, match=naming("earlier version")):
         joining._job(disk, model, CHUNKS, False, divided=True)
     loop.write_text(text)
     assert joining._job(disk, model, CHUNKS, False, divided=True)
@@ -225,21 +226,19 @@ def test_a_program_repeats_its_training(tmp_path, capsys):
     again, optimizer = parts(0)
     assert train(folder, again, optimizer, most=99, replay=True)
     printed = capsys.readouterr().err
-    assert f"{CHUNKS} rounds of 3 places repeated: every digest is equal" in printed
+    assert f"{CHUNKS} rounds of 3 places repeated" in printed
     assert checkpoint.digest(checkpoint.latest(folder)) in printed
     assert len(list((folder / "places").iterdir())) == 3
     state = models[0][0].state_dict()
     assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
-    with pytest.raises(
-        ReplayMismatch, match="round 1 of place 0 gives another model than its record"
-    ):
+    with pytest.raises(ReplayMismatch, match=naming("round 1", "place 0", "another model")):
         train(folder, *parts(5), replay=True)
-    with pytest.raises(JobError, match="has no loop.*no program has begun"):
+    with pytest.raises(JobError, match=naming("loop.toml")):
         train(tmp_path / "none", *parts(), replay=True)
 
 
 def test_a_lease_lasts_at_least_five_rounds(tmp_path):
-    with pytest.raises(JobError, match="lease_s = 0.001"):
+    with pytest.raises(JobError, match=naming("members.lease_s = 0.001")):
         train(tmp_path / "run", *parts(), lease_s=0.001)
     place = Place(RecordStore(tmp_path / "run"), TrainingPlan(CHUNKS, 1, 600.0))
     assert place.refresh(0).closed.why == "left"  # other members train its chunks
@@ -264,7 +263,7 @@ def test_the_example_program_of_a_member(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(program), str(folder), "--replay"])
     runpy.run_path(str(program))
     out, err = capsys.readouterr()
-    assert "30 rounds of 2 places repeated: every digest is equal" in err
+    assert "30 rounds of 2 places" in err
     assert out == outputs[0]
     assert cli.main(["checkpoint", "export", str(folder), "--out", str(tmp_path / "m.pt")]) == 0
     assert torch.load(tmp_path / "m.pt").keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}

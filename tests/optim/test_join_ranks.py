@@ -12,7 +12,7 @@ from mpigossip.config import JobError
 from mpigossip.members.place import TrainingPlan
 from mpigossip.optim.join import join
 from mpigossip.optim.sharded_member import ShardedLoopMember
-from tests.cases import some
+from tests.cases import naming, some
 from tests.launch import Launch, mpirun, until
 from tests.members.storm import chunks_of
 from tests.optim import in_member
@@ -74,7 +74,7 @@ def test_a_member_joins_again_if_a_model_vanishes_while_it_is_averaged(tmp_path)
     done = [one.finish(150) for one in launches]
     results = [value for one in done for value in sums(one)]
     assert len(results) == 4 and len(set(results)) == 1
-    assert "it was removed; joining again" in done[0].stderr
+    assert "joining again" in done[0].stderr
     once = chunks_of(folder, TrainingPlan(in_member.CHUNKS, 1, 20.0))
     assert once == dict.fromkeys(range(in_member.CHUNKS), 1)
 
@@ -112,7 +112,7 @@ def test_ranks_that_are_several_nodes_are_rejected(tmp_path):
         world.size = 2
         world.nodes = Nodes((0, 1), world)
         with (
-            pytest.raises(JobError, match="which form 2 nodes, but a member is one node"),
+            pytest.raises(JobError, match=naming("2 nodes", "member")),
             join(tmp_path, *parts(), chunks=1, world=world),
         ):
             pass

@@ -21,7 +21,7 @@ from mpigossip.runs.run import State
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from tests import launch
-from tests.cases import with_world
+from tests.cases import naming, with_world
 from tests.optim.loops import STEPS, begin_run, digest, make_model, run_loop, train_steps
 from tests.rankpool import RankError
 
@@ -121,7 +121,7 @@ def test_a_failed_last_checkpoint_is_not_in_the_summary(tmp_path, monkeypatch, c
     assert checkpoint.steps(tmp_path) == [2]
     summary = read(tmp_path / "log.h5").summary
     assert summary["steps"] == 4 and "checkpoint" not in summary
-    assert "step 4 could not be written: No space" in capsys.readouterr().err
+    assert "written: No space" in capsys.readouterr().err
 
 
 def other_nodes(comm, folder):
@@ -200,9 +200,9 @@ def test_dropped_state_is_reported(tmp_path, ranks, capsys):
     gossip.keep(draw=torch.Generator(), new=torch.Generator())
     assert gossip.resume() == HALF
     printed = capsys.readouterr().out
-    assert "from the exact average of 2 nodes x 1 slots" in printed
-    assert "averaged state of the optimizer: exp_avg, exp_avg_sq, step" in printed
-    assert "dropped: random numbers; not restored: draw, new" in printed
+    assert "average of 2 nodes x 1 slots" in printed
+    assert "exp_avg, exp_avg_sq, step" in printed
+    assert "not restored: draw, new" in printed
 
 
 def make_run(folder):
@@ -215,23 +215,26 @@ def make_run(folder):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda run: alone(run)[1].save(), r"run: .*step-00000002.*\.resume\(\)"),
-        (lambda run: alone(run, width=7)[1].resume(), r"another model .*0\.weight"),
+        (lambda run: alone(run)[1].save(), ("run", "step-00000002", ".resume()")),
+        (lambda run: alone(run, width=7)[1].resume(), ("another model", "0.weight")),
         (lambda run: alone(run)[1].log(nod="x"), "could not convert"),
-        (lambda run: alone(run)[1].log(bytes_sent=1), "bytes_sent.*measured already"),
-        (lambda run: alone(run)[1].log(steps=1), "steps.*measured already"),
-        (lambda run: alone(run)[1].log({"a/b": 1}), 'log: "a/b" is not a valid name'),
-        (lambda run: alone(run)[1].keep(epoch=3), "keep: epoch is a int: "),
-        (lambda run: alone(run)[1].keep(**{"a\33[2J": torch.Generator()}), r"'a\\x1b\[2J' has"),
-        (lambda run: alone(run)[1].keep(**{"a/b": torch.Generator()}), r"keep: the name 'a/b' can"),
-        (lambda run: alone(run)[1].keep(**{"#1": torch.Generator()}), r"keep: the name '#1' can"),
-        (lambda run: alone(run)[1].keep(**{"..": torch.Generator()}), r"keep: the name '\.\.' can"),
-        (lambda run: alone(run)[1].keep(draw=torch.Generator()) or alone(run), "in use by process"),
+        (lambda run: alone(run)[1].log(bytes_sent=1), ("bytes_sent", "measured already")),
+        (lambda run: alone(run)[1].log(steps=1), ("steps", "measured already")),
+        (lambda run: alone(run)[1].log({"a/b": 1}), ('log: "a/b"', "valid name")),
+        (lambda run: alone(run)[1].keep(epoch=3), ("keep", "epoch", "int")),
+        (lambda run: alone(run)[1].keep(**{"a\33[2J": torch.Generator()}), r"'a\x1b[2J'"),
+        (lambda run: alone(run)[1].keep(**{"a/b": torch.Generator()}), ("keep", "'a/b'")),
+        (lambda run: alone(run)[1].keep(**{"#1": torch.Generator()}), ("keep", "'#1'")),
+        (lambda run: alone(run)[1].keep(**{"..": torch.Generator()}), ("keep", "'..'")),
+        (
+            lambda run: alone(run)[1].keep(draw=torch.Generator()) or alone(run),
+            ("in use", "process"),
+        ),
     ],
 )
 def test_misuse_of_a_run_directory_is_rejected(tmp_path, wrong, said):
     make_run(tmp_path / "run")
-    with pytest.raises((JobError, StoreError, ValueError), match=said):
+    with pytest.raises((JobError, StoreError, ValueError), match=naming(said)):
         wrong(tmp_path / "run")
 
 
@@ -255,12 +258,12 @@ def test_a_written_step_accepts_no_more_metrics(tmp_path):
         model, gossip, draw, schedule = begin_run(world, tmp_path)
         train_steps(model, gossip, draw, schedule, range(3))
         gossip.log(2, late=1)
-        with pytest.raises(JobError, match="step 1 is not open: .* 3 steps.* 2 or 3 can"):
+        with pytest.raises(JobError, match=naming("step 1", "3 steps", "2 or 3")):
             gossip.log(1, late=1)
         gossip.save()
-        with pytest.raises(JobError, match="step 2 is not open"):
+        with pytest.raises(JobError, match=naming("step 2", "not open")):
             gossip.log(2, late=1)
-        with pytest.raises(JobError, match="before the first step"):
+        with pytest.raises(JobError, match=naming("before the first step")):
             gossip.resume()
 
 
@@ -268,20 +271,20 @@ def test_calls_that_need_a_run_directory_say_so():
     model, optimizer = make_model(0)
     gossip = mpigossip.Gossip(SingleProcess(), model, optimizer)
     for call in (gossip.save, gossip.resume, gossip.exit, gossip.log, lambda: gossip.stopping):
-        with pytest.raises(JobError, match='needs a run directory: .*run="runs/mine"'):
+        with pytest.raises(JobError, match=naming("run directory", 'run="runs/mine"')):
             call()
-    with pytest.raises(JobError, match="keep: needs a run directory: .*run="):
+    with pytest.raises(JobError, match=naming("keep", "run=")):
         mpigossip.Gossip(SingleProcess(), *make_model(0), keep=3)
 
 
 def test_jobs_and_loops_do_not_take_each_others_folders(tmp_path, capsys):
     make_run(tmp_path / "loop")
     assert main(["resume", str(tmp_path / "loop"), "--simulate"]) == 2
-    assert "the run of a custom training loop" in capsys.readouterr().err
+    assert "custom training loop" in capsys.readouterr().err
     job = ["model.name=mlp", f"run.output={tmp_path}/job", "run.steps=1", "data.workers=0"]
     digits = str(Path(__file__).parents[2] / "jobs/digits.toml")
     assert main(["simulate", digits, "--nodes", "1", *job]) == 0
-    with pytest.raises(JobError, match="run: .*of a job.*mpigossip resume"):
+    with pytest.raises(JobError, match=naming("run", "job", "mpigossip resume")):
         alone(tmp_path / "job")
 
 
@@ -313,9 +316,9 @@ def uneven(world, folder, options):
 
 def test_unequal_steps_and_calls_are_named(ranks, tmp_path):
     for said in ranks(3)(uneven, tmp_path / "waits", {"cadence": "every", "period": 100}):
-        assert "steps: rank 0 2 (save()), rank 1 3 (save()), rank 2 3 (step()); " in said
+        assert "rank 0 2 (save()), rank 1 3 (save())" in said
     for said in ranks(2)(uneven, tmp_path / "runs", {"mixer": "asynchronous"}):
-        assert "different calls: rank 0 in save(), rank 1 in writing the log; " in said
+        assert "rank 0 in save(), rank 1 " in said
 
 
 def unhurried(comm, folder):
@@ -371,7 +374,7 @@ def test_a_loop_that_is_killed_and_stopped_resumes_to_the_same_digest(mpistart, 
     (tmp_path / "part/STOP").touch()
     stopped = pooled(2, *few, "part")
     assert stopped.returncode == 75, stopped.stderr
-    at = re.search(r"stopped, to be resumed at step (\d+)", stopped.stdout)
+    at = re.search(r"resumed at step (\d+)", stopped.stdout)
     assert at and 20 <= int(at[1]) < 60, stopped.stdout
     assert last_line(pooled(2, *few, "part")) == whole
 
@@ -407,14 +410,14 @@ def work_on_rank_0(comm, folder, mixer, inside):
                 time.sleep(3.0)
                 if mixer == "asynchronous":  # a thread exchanges the model with other nodes
                     for call in (gossip.state_dict, gossip.step):
-                        with pytest.raises(JobError, match=r"\(\) inside paused\(\)"):
+                        with pytest.raises(JobError, match=naming("inside paused()")):
                             call()
                 assert digest(model) == before
             assert (gossip.engine.round > rounds + 10) == (mixer == "asynchronous")
         go_on()
         result = gossip.steps, gossip.record.seconds
         if mixer == "asynchronous":
-            refused = pytest.raises(JobError, match="evaluate a copy of it")
+            refused = pytest.raises(JobError, match=naming("a copy"))
             with gossip.averaged(), refused, gossip.paused():
                 pass
         return result
@@ -449,7 +452,7 @@ def test_steps_after_a_save_at_unequal_steps_are_in_the_last_checkpoint(ranks, t
 
 
 def test_without_a_pause_the_limit_holds(ranks, tmp_path):
-    with pytest.raises(RankError, match="WaitTimeoutError"):
+    with pytest.raises(RankError, match=naming("mpigossip.cluster.deadline.WaitTimeoutError")):
         ranks(2)(work_on_rank_0, tmp_path, "synchronous", False)
 
 
@@ -464,9 +467,7 @@ def train_unequal_steps(world):
 
 
 def test_a_rank_with_fewer_batches_is_named_with_its_steps(ranks):
-    with pytest.raises(
-        RankError, match=r"rank 0 on \S+ has reached the end of its loop after 5 steps"
-    ):
+    with pytest.raises(RankError, match=naming("rank 0", "its loop", "5 steps")):
         ranks(2)(train_unequal_steps)
 
 
@@ -481,7 +482,7 @@ def test_a_state_that_a_framework_loads_is_as_new_as_the_folders(tmp_path):
         train_steps(model, gossip, *rest, range(1))
         states.append(gossip.state_dict())
     gossip._world.close()
-    with pytest.raises(JobError, match=r"step-00000003 .* a state of step 2 was loaded: call"):
+    with pytest.raises(JobError, match=naming("step-00000003", "step 2")):
         model, gossip, *rest = made()
         gossip.load_state_dict(states[1])
         train_steps(model, gossip, *rest, range(1))

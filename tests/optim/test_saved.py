@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import re
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from mpigossip.cluster import deadline
 from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError, readable
 from mpigossip.store import StoreError
-from tests.cases import on_each, with_world
+from tests.cases import naming, on_each, with_world
 from tests.optim.loops import change_arrays, make_steps, set_entry
 
 
@@ -56,8 +57,8 @@ def load_states_of_steps(world, has):
 def test_states_of_different_steps_are_rejected_on_all_nodes(ranks):
     for early, late in ranks(2)(load_states_of_steps, (2, 1)):
         assert early == late
-        assert "rank 0 continues from step 2, but rank 1 from step 1" in early
-        assert "load the states of the same step" in early
+        assert re.search(naming("rank 0", "step 2", "rank 1", "step 1"), early)
+        assert "same step" in early
 
 
 # -- the state of another node ---------------------------------------------------------------------
@@ -121,7 +122,7 @@ def test_the_state_of_another_node_is_named_once_or_rejected(ranks, algorithm):
             assert not error
             assert bool(written) == (rank == 0)
         if message:
-            assert message.count("rank 1 is node 1 of 2, and loaded the state of node 0 of 2") == 1
+            assert message.count("rank 1 is node 1 of 2") == 1
             assert "state-{world.rank}.pt" in message
         if algorithm in DISTINCT:
             assert f'algorithm.name = "{algorithm}"' in error
@@ -155,7 +156,7 @@ def whole(state):
     state["gossip"] = 5
 
 
-NONE = "this is not a state of Gossip: "
+NONE = "state of Gossip"
 FORGED = {
     "nothing": (whole, NONE),
     "lacks a part": (without("arrays"), f"{NONE}it lacks 'arrays'"),
@@ -177,23 +178,23 @@ FORGED = {
         "model is ndarray.* 15 elements of torch.float32",
     ),
     "of two axes": (set_entry("model", lambda m: m[None]), r"\(1, 15\).* 15 elements"),
-    "transposed": (set_entry("shapes", [[4, 3], [3]]), "a model with other parameters"),
+    "transposed": (set_entry("shapes", [[4, 3], [3]]), "other parameters"),
     "names": (
         set_entry("names", ["bias", "weight"]),
-        "a model with other parameters: bias, weight",
+        ("other parameters", "bias, weight"),
     ),
-    "negative": (number("index", -5), r"index = -5: must be a whole number from 0"),
-    "a fraction": (number("round", 2.5), r"round = 2.5: must be a whole number from 0"),
-    "a text": (number("born", "1"), r"born = 1: must be a whole number from 0"),
-    "a negative node": (set_entry("node", -1), r"node = -1: must be a whole number from 0"),
-    "a node by name": (set_entry("node", "first"), r"node = first: must be a whole number from 0"),
-    "endless": (number("bytes_sent", 1 << 70), r"bytes_sent = 11805.*: must be a whole number"),
+    "negative": (number("index", -5), ("index = -5", "0")),
+    "a fraction": (number("round", 2.5), ("round = 2.5", "0")),
+    "a text": (number("born", "1"), ("born = 1", "0")),
+    "a negative node": (set_entry("node", -1), ("node = -1", "0")),
+    "a node by name": (set_entry("node", "first"), ("node = first", "0")),
+    "endless": (number("bytes_sent", 1 << 70), (f"bytes_sent = {1 << 70}", "0")),
 }
 LATER = {
-    "momenta of integers": (change_arrays(torch.Tensor.int), "another algorithm or cadence"),
-    "no momenta": (set_entry("arrays", {}), "another algorithm or cadence"),
-    "shorter momenta": (change_arrays(lambda m: m[:-1]), "another algorithm or cadence"),
-    "other counters": (number("cadence/period", 3), "another algorithm or cadence"),
+    "momenta of integers": (change_arrays(torch.Tensor.int), "another algorithm"),
+    "no momenta": (set_entry("arrays", {}), "another algorithm"),
+    "shorter momenta": (change_arrays(lambda m: m[:-1]), "another algorithm"),
+    "other counters": (number("cadence/period", 3), "another algorithm"),
 }
 
 
@@ -205,7 +206,7 @@ def test_a_forged_state_is_rejected_and_changes_nothing(forged):
         state = copy.deepcopy(made.state_dict())
         before = made.vector.x[0].clone()
         change(state)
-        with pytest.raises(JobError, match=message):
+        with pytest.raises(JobError, match=naming(message)):
             made.load_state_dict(state)
             made.step()
         assert torch.equal(made.vector.x[0], before)
@@ -218,7 +219,7 @@ def test_a_rejected_state_leaves_the_model_as_it_was(dtype):
     state = gossip.state_dict()
     before = [p.data for p in model.parameters()]
     state["param_groups"] = [*state["param_groups"], {"params": []}]
-    with pytest.raises(ValueError, match="different number of parameter groups"):
+    with pytest.raises(ValueError, match=naming("number of parameter groups")):
         gossip.load_state_dict(state)
     for p, data in zip(model.parameters(), before, strict=True):
         assert p.dtype == dtype and p.data_ptr() == data.data_ptr()
@@ -264,12 +265,12 @@ def test_the_state_of_another_optimizer_is_rejected(capsys):
             if name == saved:
                 make_gossip(name, state=state)
                 continue
-            with pytest.raises(StoreError, match=f"belongs to {saved}, but Gossip has {name}: "):
+            with pytest.raises(StoreError, match=naming(saved, f"Gossip has {name}")):
                 make_gossip(name, state=state)
     assert "load_state_dict" not in capsys.readouterr().out
-    with pytest.raises(StoreError, match="an optimizer with amsgrad, betas, .* Gossip has SGD: "):
+    with pytest.raises(StoreError, match=naming("amsgrad, betas", "Gossip has SGD")):
         make_gossip("SGD", state=as_earlier_version(states["AdamW"]))
-    with pytest.raises(ValueError, match="different number of parameter groups"):
+    with pytest.raises(ValueError, match=naming("number of parameter groups")):
         group = {"params": []}
         make_gossip("SGD", state=states["SGD"] | {"param_groups": [group, group]})
 
@@ -280,12 +281,12 @@ def test_settings_that_a_state_lacks_keep_their_present_values(capsys):
         "AdamW", {"eps": 0.5, "initial_lr": 0.7}, as_earlier_version(state, "amsgrad", "eps")
     )
     printed = capsys.readouterr().out
-    assert "that were not saved keep their present values: amsgrad = False, eps = 0.5\n" in printed
+    assert ": amsgrad = False, eps = 0.5\n" in printed
     assert "max_lr" not in printed
     group = gossip.param_groups[0]
     assert [group[key] for key in ("lr", "eps", "max_lr", "initial_lr")] == [0.25, 0.5, 3, 0.7]
     gossip = make_gossip("AdamW", state=make_gossip("AdamW", {"own": 1}).state_dict())
-    assert "saved settings that AdamW lacks: own\n" in capsys.readouterr().out
+    assert "AdamW lacks: own\n" in capsys.readouterr().out
     assert gossip.param_groups[0]["own"] == 1
 
 
@@ -294,7 +295,7 @@ def test_average_is_rejected_with_fragments():
     inner = torch.optim.AdamW(model.parameters(), 0.01)
     more = {"fragments": 2, "delay": 2}
     optimizer = mpigossip.Gossip(SingleProcess(), model, inner, "diloco", period=4, **more)
-    with pytest.raises(JobError, match=r"average\(\): with fragments"):
+    with pytest.raises(JobError, match=naming("average()", "fragments")):
         optimizer.average()
 
 

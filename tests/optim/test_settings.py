@@ -8,7 +8,7 @@ from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.config.limits import LARGEST
 from mpigossip.optim.settings import settings
-from tests.cases import on_each
+from tests.cases import naming, on_each
 
 
 def read(algorithm, graph=None, folder=None, world_timeout_s=300.0, **options):
@@ -66,24 +66,22 @@ def test_options_that_mean_the_same_set_all_of_their_sections(tmp_path):
 @on_each(
     ("options", "message"),
     [
-        ({"timeout_s": 5.0, "node_timeout_s": 6.0}, r"node_timeout_s = 6.0: sets node\.timeout_s"),
-        ({"log_on_error": "stop"}, r'log_on_error: needs .* run="runs/mine"'),
-        ({"graph_lazzy": True}, "graph_lazzy: unknown"),
-        ({"cadence_lazy": True}, "cadence_lazy: unknown"),
-        ({"lazy_graph": True}, "lazy_graph: unknown"),
+        ({"timeout_s": 5.0, "node_timeout_s": 6.0}, ("node_timeout_s = 6.0", "node.timeout_s")),
+        ({"log_on_error": "stop"}, ("log_on_error", 'run="runs/mine"')),
+        ({"graph_lazzy": True}, ("graph_lazzy", "unknown")),
+        ({"cadence_lazy": True}, ("cadence_lazy", "unknown")),
+        ({"lazy_graph": True}, ("lazy_graph", "unknown")),
     ],
 )
 def test_options_without_a_single_meaning_are_rejected(options, message):
-    with pytest.raises(JobError, match=message):
+    with pytest.raises(JobError, match=naming(message)):
         read("dsgd", **options)
 
 
 @on_each("cadence", ["gossip-pga", "global", "cpsgd"])
 def test_global_averages_are_accepted_or_the_style_that_accepts_them_is_named(cadence):
     """With adapt-while-combine, nodes differ by one step after a global average."""
-    with pytest.raises(
-        JobError, match=r'cadence\.name = .*set algorithm\.style = "atc", or choose'
-    ):
+    with pytest.raises(JobError, match=naming("cadence.name", 'algorithm.style = "atc"')):
         read("dsgd", style="awc", cadence=cadence)
     assert read("dsgd", style="atc", cadence=cadence).cadence.name == cadence
     for algorithm in ("dsgt", "momentum-tracking"):

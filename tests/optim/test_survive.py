@@ -1,6 +1,7 @@
 """A custom loop survives rank failures: exact values, callbacks, and rejected arguments."""
 
 import hashlib
+import re
 import shlex
 import sys
 
@@ -15,7 +16,7 @@ from mpigossip.optim.state import copied, put_back
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from tests import launch, survivors
-from tests.cases import every, on_each
+from tests.cases import every, naming, on_each
 
 pytestmark = pytest.mark.both
 
@@ -78,7 +79,7 @@ def test_a_rank_behind_finished_ranks_ends_alone(tolerant, tmp_path, folder):
     first = survivors.after(N, STEPS - 1)[0]
     first.step(0, N - 1, STEPS - 1)
     assert result[0] == first.digest(), done.stderr
-    assert "the others have left their loops" in done.stderr
+    assert "left their loops" in done.stderr
     if folder:  # all three survivors have completed the run directory
         log = read(out / "log.h5")
         path = checkpoint.latest(out)
@@ -130,7 +131,7 @@ def test_the_survivors_write_the_end_of_a_run(tolerant, tmp_path):
     assert survivors.digests(done.stdout) == survivors.expected(N, STEPS)
     log = read(tmp_path / "log.h5")
     path = checkpoint.latest(tmp_path)
-    assert f"failed after step {STEPS}; 3 nodes end the run" in done.stderr
+    assert re.search(naming("failed", f"step {STEPS}", "3 nodes end"), done.stderr)
     assert log.steps["step"].tolist() == list(range(STEPS))
     assert (log.summary["finished"], log.summary["nodes"]) == (1, N - 1)
     assert "rank 0 on" in log.summary["lost"] and checkpoint.read_manifest(path).n == N - 1
@@ -165,9 +166,7 @@ def test_arguments_that_do_not_go_with_survive_are_rejected():
     assert "with survive = True only" in refused(on_change=print)
     both = {"survive": True, "on_change": print}
     assert "one node fewer" in refused(graph="one-peer-hypercube", **both)
-    assert "a graph object has a fixed number of nodes" in refused(
-        graph=networkx.cycle_graph(4), **both
-    )
+    assert "graph object" in refused(graph=networkx.cycle_graph(4), **both)
     assert 'node.mixer = "synchronous"' in refused(mixer="asynchronous", **both)
 
 

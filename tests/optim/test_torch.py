@@ -9,7 +9,7 @@ from torch import nn
 import mpigossip
 from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
-from tests.cases import with_world
+from tests.cases import naming, with_world
 from tests.optim.loops import mix_models
 
 N = 2
@@ -238,30 +238,29 @@ def test_schedulers_and_closures_see_the_inner_optimizer():
     assert gossip.param_groups is inner[0].param_groups and gossip.state is inner[0].state
 
 
-def refused(match, algorithm="dsgd", make=None, **options):
+def refused(named, algorithm="dsgd", make=None, **options):
     model = net()
     inner = (make or (lambda p: torch.optim.SGD(p, lr=0.1)))(list(model.parameters()))
-    with pytest.raises(JobError, match=match):
+    with pytest.raises(JobError, match=naming(named)):
         mpigossip.Gossip(SingleProcess(), model, inner, algorithm, **options)
 
 
 def test_unsupported_arguments_are_rejected():
-    says = r"LBFGS evaluates its closure several times.*Adam on all nodes, export the average"
-    refused(says, make=lambda p: torch.optim.LBFGS(p))
-    refused(r"differentiable = True", make=lambda p: torch.optim.SGD(p, differentiable=True))
-    refused(r"plain torch\.optim\.SGD.*is a AdamW", "dmsgd", lambda p: torch.optim.AdamW(p))
-    refused(r"has momentum = 0\.9", "dmsgd", lambda p: torch.optim.SGD(p, 0.1, momentum=0.9))
-    refused(r"cadence\.name = \"gossip-aga\".* loss", "gossip-aga")
-    refused(r"pass total=", "adpsgd")
-    refused(r'cadence\.name = "never".*means cadence', "gossip-pga", cadence="never")
-    refused(r'"asynchronous": algorithm "choco"', "choco", graph="ring", mixer="asynchronous")
-    refused(r'node\.wire = "sign"', wire="sign")
-    refused(r"write graph='ring'", "ring")
-    refused(r"cadence\.name = 4: needs text", cadence=4)
-    refused(r'perio: unknown; did you mean "period"', "gossip-pga", perio=3)
-    refused(r"local = 'adamw': ", local="adamw")
+    refused(("LBFGS", "closure", "torch.optim.Adam"), make=lambda p: torch.optim.LBFGS(p))
+    refused("differentiable = True", make=lambda p: torch.optim.SGD(p, differentiable=True))
+    refused(("torch.optim.SGD", "AdamW"), "dmsgd", lambda p: torch.optim.AdamW(p))
+    refused("momentum = 0.9", "dmsgd", lambda p: torch.optim.SGD(p, 0.1, momentum=0.9))
+    refused(('cadence.name = "gossip-aga"', "loss"), "gossip-aga")
+    refused("total=", "adpsgd")
+    refused(('cadence.name = "never"', "gossip-pga"), "gossip-pga", cadence="never")
+    refused(('"asynchronous"', '"choco"'), "choco", graph="ring", mixer="asynchronous")
+    refused('node.wire = "sign"', wire="sign")
+    refused("graph='ring'", "ring")
+    refused("cadence.name = 4", cadence=4)
+    refused(("perio", '"period"'), "gossip-pga", perio=3)
+    refused("local = 'adamw'", local="adamw")
     refused(
-        r"1 parameters that are not in the model",
+        ("1 parameters", "not in the model"),
         make=lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(1))], lr=0.1),
     )
 
@@ -279,7 +278,7 @@ def ready(algorithm="dsgd", **options):
 def test_gradients_that_were_never_zeroed_are_reported():
     model, gossip = ready()
     backward(model, 0, 1)
-    with pytest.raises(JobError, match=r"call optimizer\.zero_grad\(\) first"):
+    with pytest.raises(JobError, match=naming("optimizer.zero_grad()")):
         gossip.step()
     for to_none in (True, False):
         gossip.zero_grad(to_none)
@@ -292,7 +291,7 @@ def test_an_edit_during_an_exchange_is_rejected():
     model, gossip = ready(style="awc")
     with torch.no_grad():
         model.conv.weight.mul_(2)
-    with pytest.raises(JobError, match='overlap="never"'):
+    with pytest.raises(JobError, match=naming('overlap="never"')):
         gossip.step()
     model, gossip = ready(style="awc", overlap="never")
     with torch.no_grad():

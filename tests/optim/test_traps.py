@@ -25,7 +25,7 @@ from mpigossip.mixing.kernels import native
 from mpigossip.optim.gossip import LOADED
 from mpigossip.optim.node import THAWED
 from mpigossip.store import checkpoint
-from tests.cases import every, on_each, with_world
+from tests.cases import every, naming, on_each, with_world
 
 N = 3
 AHEAD = {"style": "awc"}
@@ -185,24 +185,24 @@ def remove_again(model, optimizer):
     train(optimizer, model, 0, range(1))
 
 
-LEFT = r"0\.weight has left.*assign=True"
-ADDED = r"parameters 3\.weight, 3\.bias .* after Gossip .*never be exchanged"
+LEFT = ("0.weight", "left", "assign=True")
+ADDED = ("3.weight, 3.bias", "after Gossip")
 ADDED_LAYER = {
-    "group of Gossip": (add_to_gossip, r"add_param_group: 2 parameters .*before Gossip"),
+    "group of Gossip": (add_to_gossip, ("add_param_group", "2 parameters", "before Gossip")),
     "consensus distance": (lambda _, optimizer: optimizer.consensus_distance(), ADDED),
     "averaged": (lambda _, optimizer: look_inside_averaged(optimizer), ADDED),
     "group of the inner optimizer": (add_to_inner_optimizer, ADDED),
-    "removed again": (remove_again, "2 parameters that are not in the model"),
+    "removed again": (remove_again, ("2 parameters", "the model")),
 }
 CHANGED_PARAMETERS = {
     "left before the first step": (
         left_before_the_first_step,
-        "none of the model's parameters",
+        ("none", "model's parameters"),
     ),
     "left, step": (left_after_a_step(lambda optimizer: optimizer.step()), LEFT),
     "left, distance": (left_after_a_step(lambda optimizer: optimizer.consensus_distance()), LEFT),
     "left, state": (left_after_a_step(lambda optimizer: optimizer.state_dict()), LEFT),
-    "other type": (other_type_after_a_step, r"torch\.float32 on cpu.*now \(5, 6\) torch\.b"),
+    "other type": (other_type_after_a_step, ("torch.float32 on cpu", "(5, 6) torch.bfloat16")),
     **{
         f"added after {steps} steps, {name}": (added_layer(call, steps), message)
         for name, (call, message) in ADDED_LAYER.items()
@@ -217,7 +217,7 @@ def test_parameters_that_were_changed_after_gossip_are_rejected(name):
     act, message = CHANGED_PARAMETERS[name]
     model = make()
     optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
-    with pytest.raises(JobError, match=message):
+    with pytest.raises(JobError, match=naming(message)):
         act(model, optimizer)
 
 
@@ -263,7 +263,7 @@ def test_all_nodes_start_with_the_model_of_node_0_and_differences_are_reported_o
     for same in (True, False):
         for rank, (equal, said) in enumerate(ranks(N)(from_seeds, same)):
             assert equal and len(said) == (rank == 0 and not same), (same, rank, said)
-            assert not said or "of 2 other ranks differed from" in said[0], said
+            assert not said or "2 other ranks" in said[0], said
 
 
 # -- differences between ranks ---------------------------------------------------------------------
@@ -394,14 +394,14 @@ def test_recalibration_leaves_dropout_off():
 @on_each(
     ("norms", "batches", "message"),
     [
-        ([], [], "no BatchNorm"),
-        ([nn.BatchNorm1d(2)], [], r"averaged\(recalibrate=…\): .* on rank 0"),
+        ([], [], "BatchNorm"),
+        ([nn.BatchNorm1d(2)], [], ("averaged(recalibrate=…)", "rank 0")),
     ],
 )
 def test_recalibration_needs_a_norm_and_a_batch(norms, batches, message):
     model = make(0, *norms)
     optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
-    with pytest.raises(JobError, match=message):
+    with pytest.raises(JobError, match=naming(message)):
         optimizer.averaged(recalibrate=iter(batches)).__enter__()
 
 
@@ -498,7 +498,10 @@ def test_a_batch_that_raises_during_recalibration_leaves_the_model_as_it_was():
     before = values(model)
     counted = model[3].num_batches_tracked.clone()
     batches = [torch.randn(8, 6), torch.randn(8, 5)]  # the second has a feature too few
-    with pytest.raises(RuntimeError, match="shapes"), optimizer.averaged(recalibrate=batches):
+    with (
+        pytest.raises(RuntimeError, match=naming("shapes")),
+        optimizer.averaged(recalibrate=batches),
+    ):
         pass
     assert [m.training for m in model] == [True, False, True, True, True]
     assert model[3].momentum == 0.3
@@ -608,15 +611,13 @@ def test_frozen_parameters_are_counted_and_reported_once(capsys):
         optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1
-    assert printed.startswith(
-        "mpigossip: parameters 0.weight, 0.bias (35 values) don't require gradients: "
-    )
+    assert printed.startswith("mpigossip: parameters 0.weight, 0.bias (35 values) ")
     train(optimizer, model, 0, range(2))
     model[0].requires_grad_(True)
     train(optimizer, model, 0, range(2, 3))
     assert "step 2: parameters 0.weight, 0.bias require gradients" in capsys.readouterr().err
     few = mpigossip.Gossip(SingleProcess(), model, torch.optim.SGD(model[0].parameters(), lr=0.1))
-    assert "2.weight, 2.bias are exchanged, but the optimizer" in capsys.readouterr().err
+    assert "2.weight, 2.bias are exchanged" in capsys.readouterr().err
     few.close()
 
 
@@ -634,7 +635,7 @@ def frozen_since(algorithm, inner):
 
 def test_parameters_frozen_later_stay_or_are_rejected():
     assert frozen_since("parallel", torch.optim.AdamW) == (True, False)
-    with pytest.raises(JobError, match=r"0\.weight, 0\.bias are frozen now.*dmsgd"):
+    with pytest.raises(JobError, match=naming("0.weight, 0.bias", "frozen", "dmsgd")):
         frozen_since("dmsgd", torch.optim.SGD)
 
 
@@ -676,7 +677,7 @@ def test_fragments_name_the_modules_that_are_unfrozen_later():
     model[2].requires_grad_(False)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"cadence": "every", "period": 2}
-    with pytest.raises(JobError, match=r'parameters are in no fragment, "2\.weight" is the first'):
+    with pytest.raises(JobError, match=naming("no fragment", '"2.weight"')):
         mpigossip.Gossip(SingleProcess(), model, plain, fragments=["0.weight", "0.bias"], **options)
     optimizer = mpigossip.Gossip(SingleProcess(), model, plain, fragments=["0", "2"], **options)
     train(optimizer, model, 0, range(2))
@@ -717,7 +718,7 @@ def test_the_loss_of_another_network_passes_through_between_steps():
         model(x).square().mean().backward()
         optimizer.step()
         model(other(x)).square().mean().backward()
-    with pytest.raises(JobError, match="accumulated into the previous step's gradients"):
+    with pytest.raises(JobError, match=naming("accumulated", "gradients")):
         optimizer.step()
 
 
@@ -806,9 +807,7 @@ def test_a_step_of_the_inner_optimizer_is_rejected():
         scaler.step(inner)
 
     for call in (inner.step, scaled):
-        with pytest.raises(
-            JobError, match=r"SGD.step\(\) was called directly.*pass that to GradScaler"
-        ):
+        with pytest.raises(JobError, match=naming("SGD.step()", "GradScaler.step()")):
             call()
     assert torch.equal(values(model), before)
     optimizer.close()
@@ -819,10 +818,10 @@ def test_an_optimizer_is_inside_one_gossip_and_has_no_copy():
     model = make()
     inner = sgd(model)
     optimizer = mpigossip.Gossip(SingleProcess(), model, inner)
-    with pytest.raises(JobError, match=r"the SGD is inside another Gossip.*close\(\)"):
+    with pytest.raises(JobError, match=naming("SGD", "another Gossip", "close()")):
         mpigossip.Gossip(SingleProcess(), model, inner)
     for call in (copy.deepcopy, copy.copy, pickle.dumps):
-        with pytest.raises(JobError, match=r"Gossip can't be copied.*optimizer\.state_dict\(\)"):
+        with pytest.raises(JobError, match=naming("copied", "optimizer.state_dict()")):
             call(optimizer)
     optimizer.close()
     mpigossip.Gossip(SingleProcess(), model, inner)
@@ -844,10 +843,7 @@ def test_steps_without_a_gradient_are_reported_once(capsys):
     assert capsys.readouterr().err == ""
     train(optimizer, copy.deepcopy(model), 0, range(1, 3))
     err = capsys.readouterr().err
-    assert (
-        err.count("step() on rank 0 without any gradient") == 1
-        and "that you passed to Gossip" in err
-    )
+    assert err.count("without any gradient") == 1 and "that you passed to Gossip" in err
 
 
 INSIDE_AVERAGED = {
@@ -868,7 +864,7 @@ def test_training_and_saving_inside_averaged_are_rejected(tmp_path):
     optimizer = mpigossip.Gossip(world, model, sgd(model), run=tmp_path)
     with optimizer.averaged():
         for name, call in INSIDE_AVERAGED.items():
-            with pytest.raises(JobError, match=rf"^{name}\(\) inside averaged\(\)"):
+            with pytest.raises(JobError, match=naming(f"{name}() inside averaged()")):
                 call(model, optimizer)
     train(optimizer, model, 0, range(1))
     world.close()
@@ -879,7 +875,7 @@ def after_its_world(world):
     model = make()
     optimizer = mpigossip.Gossip(world, model, sgd(model))
     world.close()
-    with pytest.raises(JobError, match="this Gossip is closed.*mpigossip.world"):
+    with pytest.raises(JobError, match=naming("Gossip", "closed", "mpigossip.world")):
         train(optimizer, model, 0, range(1))
 
 
@@ -932,41 +928,44 @@ LAZY = {
     "parameter 0.weight": lambda: nn.Sequential(nn.LazyLinear(3)),
     "buffer mean": LazyBuffer,
 }
-DENSE = "exchanges gradients as dense arrays"
+DENSE = "dense arrays"
 
 
 @on_each(
     ("arguments", "words"),
     [
         *(
-            (lazy(make_model), rf"the model's {name} has no shape yet.*model\(batch\)")
+            (lazy(make_model), (name, "no shape", "model(batch)"))
             for name, make_model in LAZY.items()
         ),
         *((sparse(algorithm), DENSE) for algorithm in ("parallel", "dsgt")),
         (
             lambda m: (SingleProcess(), m, sgd(nn.ModuleList([m, make()]))),
-            "4 parameters that are not in the model.*ModuleList",
+            ("4 parameters", "the model", "torch.nn.ModuleList([…])"),
         ),
         (
             lambda m: (SingleProcess(), np.zeros(3), sgd(m)),
-            r"model is a ndarray.*mpigossip\.Averager",
+            ("ndarray", "mpigossip.Averager"),
         ),
         (
             lambda m: (SingleProcess(), torch.zeros(3), sgd(m)),
-            r"model is a Tensor.*mpigossip\.Averager",
+            ("Tensor", "mpigossip.Averager"),
         ),
-        (lambda m: (SingleProcess(), [m, 3], sgd(m)), "model is a list: .*torch.nn.Module"),
-        (lambda m: (SingleProcess(), sgd(m), m), r"optimizer is Sequential"),
-        (lambda m: (SingleProcess(), m, torch.optim.SGD), r"optimizer is SGD: .* instance"),
-        (lambda m: (m, sgd(m), SingleProcess()), r"world is a Sequential.*mpigossip\.world\(\)"),
+        (
+            lambda m: (SingleProcess(), [m, 3], sgd(m)),
+            ("model is a list", "torch.nn.ModuleList([…])"),
+        ),
+        (lambda m: (SingleProcess(), sgd(m), m), "optimizer is Sequential"),
+        (lambda m: (SingleProcess(), m, torch.optim.SGD), ("optimizer is SGD", "instance")),
+        (lambda m: (m, sgd(m), SingleProcess()), ("Sequential", "mpigossip.world()")),
         (
             lambda m: (SingleProcess(), m.to("meta"), sgd(m)),
-            r"0\.weight is on the meta device.*to_empty",
+            ("0.weight", "meta device", "to_empty"),
         ),
     ],
 )
 def test_arguments_that_do_not_fit_are_rejected(arguments, words):
-    with pytest.raises(JobError, match=words):
+    with pytest.raises(JobError, match=naming(words)):
         mpigossip.Gossip(*arguments(make()))
 
 
@@ -1011,8 +1010,8 @@ def poisoned(world, value, save=False, **options):
 @on_each(("options", "value", "step"), [({}, "nan", 3), (AHEAD, "inf", 4)])
 def test_a_non_finite_value_is_named_before_it_is_sent(options, value, step):
     """An algorithm that is ahead sends the model from the start of the step."""
-    said = rf"step {step}: \d+ values that node 0 was about to send are NaN or infinite, the first"
-    with SingleProcess() as world, pytest.raises(NonFiniteError, match=said):
+    facts = (f"step {step}", "node 0", "NaN")
+    with SingleProcess() as world, pytest.raises(NonFiniteError, match=naming(facts)):
         poisoned(world, float(value), **options)
 
 
@@ -1028,8 +1027,7 @@ def test_a_non_finite_value_on_one_rank_is_reported_by_it_and_ends_the_job(mpiru
     done = mpirun(3, [sys.executable, "-c", POISON])
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("mpigossip: ")]
-    assert len(said) == 1 and re.match(r"mpigossip: rank 2 of 3 on .*: step 3: \d+ ", said[0])
-    assert "values that node 2 was about to send are NaN or infinite, the first in" in said[0]
+    assert len(said) == 1 and re.search(naming("rank 2 of 3", "step 3", "node 2", "NaN"), said[0])
     assert "Traceback" not in done.stderr
 
 
@@ -1046,8 +1044,8 @@ def poisoned_run(comm, folder):
 
 def test_a_non_finite_value_after_a_local_step_is_in_no_checkpoint(ranks, tmp_path):
     for said in ranks(2)(poisoned_run, tmp_path / "run"):
-        assert "the checkpoint of step 4 could not be written: node 1 has" in said
-        assert "NaN or infinite values in parameters, the first in 0.weight" in said
+        assert re.search(naming("checkpoint of step 4", "node 1"), said)
+        assert re.search(naming("NaN", "parameters", "0.weight"), said)
     assert checkpoint.steps(tmp_path / "run") == [2, 3]
 
 
@@ -1096,9 +1094,8 @@ def test_a_call_that_only_one_rank_makes_is_named(mpirun, n, does):
     said = [line for line in lines if "don't require gradients" not in line]
     assert len(said) == 1, done.stderr
     # The rank whose time limit ends first prints the message, with its own call and the other call.
-    assert re.search(f"in {call}, which all ranks have to call", said[0]) or (
-        "in step(), which all ranks have to call" in said[0]
-        and re.search(rf"rank 0 on \S+ waits in {call}", said[0])
+    assert re.search(f"in {call}, which all ranks", said[0]) or (
+        "in step(), which " in said[0] and re.search(rf"rank 0 on \S+ waits in {call}", said[0])
     )
 
 
@@ -1119,9 +1116,7 @@ def test_meta_as_the_default_device_is_rejected(call):
     train(optimizer, model, 0, range(1))
     torch.set_default_device("meta")
     try:
-        with pytest.raises(
-            JobError, match=r'default device is "meta".*set_default_device\("cpu"\)'
-        ):
+        with pytest.raises(JobError, match=naming('"meta"', 'torch.set_default_device("cpu")')):
             DEFAULT[call](model, optimizer)
         world.close()  # The default device of torch is "cpu" here.
     finally:
@@ -1132,7 +1127,7 @@ def test_meta_as_the_default_device_is_rejected(call):
 def test_a_twin_without_shapes_is_rejected(name):
     model = make()
     optimizer = mpigossip.Gossip(SingleProcess(), model, sgd(model))
-    with pytest.raises(JobError, match=f"the twin's {name} has no shape yet"):
+    with pytest.raises(JobError, match=naming("twin", name, "shape")):
         optimizer.averaged(LAZY[name]()).__enter__()
 
 

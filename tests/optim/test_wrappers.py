@@ -1,5 +1,6 @@
 """Models that other parts of torch wrap or read: checkpoints, compile, DDP, moving averages."""
 
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -11,7 +12,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 import mpigossip
 from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
-from tests.cases import on_each
+from tests.cases import naming, on_each
 from tests.optim.in_node import whole
 
 N = 2
@@ -117,9 +118,7 @@ def over_all_ranks(comm, path, before):
 @on_each("before", [True, False])
 def test_ddp_over_several_nodes_is_refused(ranks, tmp_path, before):
     for said in ranks(N)(over_all_ranks, str(tmp_path / f"store-{before}"), before):
-        assert (
-            "DistributedDataParallel around the model averages the gradients of 2 processes" in said
-        )
+        assert re.search(naming("DistributedDataParallel", "gradients of 2 processes"), said)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -129,7 +128,7 @@ def test_an_optimizer_that_joins_ranks_is_rejected():
     model = net()
     with joined(0, 1, distributed.HashStore()):
         sharing = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-        with pytest.raises(JobError, match="is a ZeroRedundancyOptimizer, which joins ranks"):
+        with pytest.raises(JobError, match=naming("ZeroRedundancyOptimizer")):
             mpigossip.Gossip(SingleProcess(), model, sharing)
 
 

@@ -217,7 +217,7 @@ def test_ranks_end_with_a_checkpoint_if_their_launcher_is_killed(mpistart, tmp_p
     if not launch.is_open_mpi():  # Open MPI's library ends them itself
         log = read(tmp_path / "log.h5")
         newest = checkpoint.latest(tmp_path)
-        assert "the launcher's process has exited" in log.summary["warnings"]
+        assert "launcher's process" in log.summary["warnings"]
         assert checkpoint.verify(newest) == []
         assert checkpoint.read_manifest(newest).step == log.steps["step"][-1] + 1
 
@@ -229,7 +229,7 @@ def test_ranks_stop_before_the_end_and_resume_to_the_same_bits(pooled, alone):
     wall_clock = [*settings, "run.output=cut", "checkpoint.wall_clock_s=1"]
     cut = pooled(2, "train", JOB, *wall_clock, timeout=120)
     assert cut.returncode == 75, cut.stderr
-    assert "stopped, to be resumed at step 8" in cut.stdout
+    assert "resumed at step 8" in cut.stdout
     again = pooled(2, "resume", "cut", "checkpoint.wall_clock_s=0", timeout=120)
     assert again.returncode == 0, again.stderr
     digest = [re.search(r"digest +(\w{64})", done.stdout)[1] for done in (whole, again)]

@@ -12,6 +12,7 @@ from mpigossip.runs import start_and_resume
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store import manifest as manifests
 from mpigossip.training import assemble
+from tests.cases import naming
 from tests.store.examples import change_node_file, set_dataset, set_numbers
 
 
@@ -57,19 +58,18 @@ def nan_momentum(file):
 FORGED = {
     "nan": (
         lambda path: change_node_file(path, nan_momentum, node=1),
-        r"node-0001\.h5 has 1 NaN or infinite values in arrays/state/momentum, the first in "
-        r".*\.weight.*: mv .*step-00000004 .*step-00000004\.damaged",
+        ("node-0001.h5", "1 NaN", "arrays/state/momentum", "mv", "step-00000004.damaged"),
     ),
-    "asked": (facts(asked="many"), "2 nodes says that the run was started with many"),
+    "asked": (facts(asked="many"), ("2 nodes", "many")),
     "spent": (spent, "spent/compute_s = all of it"),
     "bytes_sent": (without("bytes_sent"), "bytes_sent"),
     "momentum": (
         lambda path: change_node_file(
             path, set_dataset("arrays/state/momentum", np.zeros(3, np.float32)), 1
         ),
-        "another copy|checkpoint",
+        ("can't be used", "state"),
     ),
-    "steps": (facts(steps_per_epoch=0), "steps_per_epoch = 0, must be an integer"),
+    "steps": (facts(steps_per_epoch=0), ("steps_per_epoch = 0", "integer")),
 }
 
 
@@ -80,7 +80,7 @@ def test_states_that_no_run_saves_are_rejected(run, tmp_path, forged, nodes):
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
     change(checkpoint.latest(folder))
-    with pytest.raises(StoreError, match=message):
+    with pytest.raises(StoreError, match=naming(message)):
         start_and_resume.resume(
             folder, ["run.steps=6", f"run.output={folder}"], SingleProcess(), nodes
         )

@@ -28,7 +28,7 @@ from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import LogWriter, read
 from mpigossip.training.assemble import load
 from mpigossip.training.rules import check_member
-from tests.cases import every, on_each
+from tests.cases import every, naming, on_each
 from tests.members.storm import begin
 
 SMALL = [
@@ -147,7 +147,7 @@ def test_fast_members_train_several_chunks_per_round(tmp_path, monkeypatch, algo
 
 
 def test_only_members_have_a_period_that_follows_speed(tmp_path):
-    with pytest.raises(JobError, match='cadence.period = "auto": .*mpigossip join'):
+    with pytest.raises(JobError, match=naming('cadence.period = "auto"', "mpigossip join")):
         start_and_resume.train(
             job("cadence.period=auto", f"run.output={tmp_path}"), SingleProcess(), 2
         )
@@ -167,7 +167,7 @@ def test_the_time_of_a_round_excludes_waiting_for_a_chunk(tmp_path, monkeypatch)
     assert join(tmp_path / "run", job(), lease_s=10.0, poll_s=0.05)["finished"]
     lease_of = joining.check_lease
     monkeypatch.setattr(joining, "check_lease", lambda _, round_s: lease_of(0.0, round_s))
-    with pytest.raises(JobError, match="members.lease_s = 0: .*five times"):
+    with pytest.raises(JobError, match=naming("members.lease_s = 0", "five times")):
         join(tmp_path / "other", job(), lease_s=30.0, poll_s=0.05)
 
 
@@ -185,7 +185,7 @@ def test_more_steps_than_the_epochs_give_are_reported(tmp_path, capsys, steps):
     made = job("run.epochs=3", f"run.steps={steps}")
     assert not join(tmp_path / "run", made, lease_s=30.0, stop=lambda: True)["finished"]
     note = capsys.readouterr().err
-    is_noted = "run.steps = 67: has no effect, because run.epochs = 3 gives only 66 steps" in note
+    is_noted = bool(re.search(naming("run.steps = 67", "run.epochs = 3", "66 steps"), note))
     assert is_noted == (steps > 66) and ("with run.epochs=4" in note) == is_noted
 
 
@@ -208,7 +208,7 @@ def test_a_member_leaves_and_another_continues(tmp_path, capsys):
     capsys.readouterr()
     assert cli.main(export) == 0
     nodes = checkpoint.read_manifest(checkpoint.latest(folder)).n
-    assert f"the average of the last models of {nodes} of 2 places" in capsys.readouterr().out
+    assert f"{nodes} of 2 places" in capsys.readouterr().out
     assert cli.main(["replay", str(folder), "--place", "0", "--rounds", "1:2"]) == 0
     assert "2 rounds of 1 place repeated" in capsys.readouterr().out
     with pytest.raises(SystemExit):
@@ -229,8 +229,8 @@ def test_a_member_leaves_and_another_continues(tmp_path, capsys):
     assert cli.main(["report", str(folder)]) == 0
     page = capsys.readouterr() and (folder / "report.html").read_text()
     assert re.search(r"^ +0  \S+ +\d+  left$", page, re.M)
-    assert re.search(r"^ +1  \S+ +\d+  open, or present at the end$", page, re.M)
-    assert re.search(r"^1 claim of chunks that an earlier claim did not finish", page, re.M)
+    assert re.search(r"^ +1  \S+ +\d+  open", page, re.M)
+    assert re.search(r"^1 claim of chunks", page, re.M)
     both = read(folder / "log.h5")
     assert both.summary["digest"] == one["digest"] and both.summary["nodes"] == 2
     assert both.summary["seconds"] > np.ptp(log.steps["time"])  # from the first member's step
@@ -253,14 +253,14 @@ def test_a_place_that_another_member_has_closed_is_reported(tmp_path):
         place.start([], {"host": "vm"})
     other.refresh(one.number)
     other.fence(one.number)
-    assert "0  vm         0  silent; closed by place 1\n" in stays(tmp_path)
+    assert "silent; closed by place 1\n" in stays(tmp_path)
     assert [line.partition(":")[0] for line in messages] == [
         "place 0 has been silent for longer than its lease"
     ]
 
 
 def test_a_job_that_fails_at_the_start_leaves_no_folder(tmp_path):
-    with pytest.raises(JobError, match="data.source"):
+    with pytest.raises(JobError, match=naming("data.source")):
         join(tmp_path / "run", job("data.source=missing.h5"))
     assert not (tmp_path / "run").exists()
 
@@ -276,9 +276,9 @@ def test_replay_starts_from_stored_models(tmp_path, capsys, algorithm, count):
     messages = [replay(folder, place, (at, at)) for at in (last, last - 4)]
     begun = capsys.readouterr().err
     assert "repeating 1 round" in begun and "that they depend on" in begun
-    assert "every digest is equal\nstarted from" in messages[0]
+    assert "equal\nstarted from" in messages[0]
     if count == 1:
-        assert "from 1 model that models/ still has\ndigest" in messages[0]
+        assert "still has\ndigest" in messages[0]
         assert [int(one.split()[0]) for one in messages] == [1, last - 4]
     shutil.rmtree(folder / "models")
     assert int(replay(folder, place, (last, last)).split()[0]) >= last
@@ -292,17 +292,17 @@ def test_replay_detects_a_changed_record(tmp_path):
     at = text.index('"digest": "') + 11
     record.unlink()
     record.write_text(text[:at] + "0" * 64 + text[at + 64 :])
-    with pytest.raises(ReplayMismatch, match="round 2 of place 0 gives another model.* changed$"):
+    with pytest.raises(ReplayMismatch, match=naming("round 2", "place 0", "another model")):
         replay(folder)
     start = folder / "chain/000000/000000"
     other = start.read_text().replace('"threads": "', '"threads": "7')
     start.unlink()
     start.write_text(other)
-    with pytest.raises(ReplayMismatch, match="threads 7"):
+    with pytest.raises(ReplayMismatch, match=naming("round 2", "threads")):
         replay(folder)
     record.unlink()
     for rounds in (None, (3, 3)):
-        with pytest.raises(StoreError, match="chain/000000/000002 is missing"):
+        with pytest.raises(StoreError, match=naming("chain/000000/000002")):
             replay(folder, rounds=rounds)
     assert "1 round of" in replay(folder, rounds=(1, 1))
 
@@ -310,18 +310,21 @@ def test_replay_detects_a_changed_record(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["algorithm.name=dmsgd"], "dsgd.*noloco"),
-        (["algorithm.name=diloco"], "one of dsgd, dmsgd-vanilla, noloco, gasloc$"),
-        (["algorithm.name=my_module:my_algorithm"], "members average one model.*one of dsgd"),
-        (["cadence.name=gossip-pga"], 'cadence.name = "every"'),
-        (["algorithm.style=awc"], 'need algorithm.style = "atc"'),
-        (["node.wire=bf16"], 'members need "fp32"'),
-        (["graph.name=ring"], 'members need "one-peer-exponential"'),
-        (["node.precision=fp16"], "bf16"),
+        (["algorithm.name=dmsgd"], ('"dmsgd"', "dsgd", "noloco")),
+        (["algorithm.name=diloco"], ('"diloco"', "dsgd, dmsgd-vanilla, noloco, gasloc")),
+        (
+            ["algorithm.name=my_module:my_algorithm"],
+            ('"my_module:my_algorithm"', "one model", "dsgd"),
+        ),
+        (["cadence.name=gossip-pga"], ('cadence.name = "gossip-pga"', 'cadence.name = "every"')),
+        (["algorithm.style=awc"], ('algorithm.style = "awc"', 'algorithm.style = "atc"')),
+        (["node.wire=bf16"], ('node.wire = "bf16"', '"fp32"')),
+        (["graph.name=ring"], ('graph.name = "ring"', '"one-peer-exponential"')),
+        (["node.precision=fp16"], ('node.precision = "fp16"', "bf16")),
     ],
 )
 def test_jobs_that_members_cannot_train(tmp_path, settings, said):
-    with pytest.raises(JobError, match=said):
+    with pytest.raises(JobError, match=naming(said)):
         join(tmp_path / "run", job(*settings))
 
 
@@ -330,7 +333,7 @@ def test_a_file_system_without_hard_links_is_rejected(tmp_path, monkeypatch):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", link)
-    with pytest.raises(JobError, match=r"hard links \(Operation not permitted\)"):
+    with pytest.raises(JobError, match=naming("hard links", "Operation not permitted")):
         join(tmp_path / "run", job())
 
 
@@ -398,33 +401,32 @@ def replay_with_a_job(folder):
     replay(folder, job=job())
 
 
-OTHER_VERSION = "was begun with another version or model"
-CUSTOM = 'imports model.name = "os:system"'
-OWN_COPY = f"{CUSTOM}: to run that code, pass your own copy: `mpigossip"
+OTHER_VERSION = "another version or model"
+CUSTOM = 'model.name = "os:system"'
 name_custom_code = in_job_file('name = "mlp"', 'name = "os:system"')
 
 
 REJECTED_FOLDERS = {
     "another job": (
         *(unchanged, join_with_another_rate),
-        "another job .*schedule.lr = 0.5, in the folder 0.003",
+        ("another job", "schedule.lr = 0.5", "0.003"),
     ),
     "writable by others": (let_others_write, join, "chmod go-w"),
-    "other files, join": (of_other_files, join, "belong to no training"),
-    "other files, join with a job": (of_other_files, join_with_a_job, "belong to no training"),
-    "other files, replay": (of_other_files, replay, "belong to no training"),
-    "no folder": (shutil.rmtree, join, "holds no training yet"),
-    "a file": (replace_by_a_file, join_with_a_job, 'run" is a file'),
+    "other files, join": (of_other_files, join, ("belong", "no training")),
+    "other files, join with a job": (of_other_files, join_with_a_job, ("belong", "no training")),
+    "other files, replay": (of_other_files, replay, ("belong", "no training")),
+    "no folder": (shutil.rmtree, join, "no training yet"),
+    "a file": (replace_by_a_file, join_with_a_job, "is a file"),
     "another torch": (in_job_file("torch 2", "torch 1"), join, OTHER_VERSION),
     "another format": (in_job_file("members 2", "members 9"), join, OTHER_VERSION),
     "another model": (in_job_file("parameters ", "x"), join, OTHER_VERSION),
-    "custom code, join": (name_custom_code, join, f"{OWN_COPY} join "),
-    "custom code, replay": (name_custom_code, replay, f"{OWN_COPY} replay "),
+    "custom code, join": (name_custom_code, join, (CUSTOM, "own copy", "`mpigossip join")),
+    "custom code, replay": (name_custom_code, replay, (CUSTOM, "own copy", "`mpigossip replay")),
     # the user's copy of the job does not name the code
     "custom code, replay with a job": (name_custom_code, replay_with_a_job, CUSTOM),
-    "no record of the end": (overwrite_the_end, replay, "END is not a record"),
-    "linked job, join": (link_the_job_file, join, "is a symbolic link"),
-    "linked job, replay": (link_the_job_file, replay, "is a symbolic link"),
+    "no record of the end": (overwrite_the_end, replay, ("END", "record")),
+    "linked job, join": (link_the_job_file, join, "symbolic link"),
+    "linked job, replay": (link_the_job_file, replay, "symbolic link"),
 }
 """For each case: a change of the folder of a finished training, a call, and part of the message."""
 
@@ -433,12 +435,12 @@ REJECTED_FOLDERS = {
 def test_folders_that_are_rejected(folder, name):
     change, call, message = REJECTED_FOLDERS[name]
     change(folder)
-    with pytest.raises((JobError, StoreError), match=message):
+    with pytest.raises((JobError, StoreError), match=naming(message)):
         call(folder)
 
 
 def test_a_lease_is_at_least_two_minutes():
-    with pytest.raises(JobError, match="at least 120"):
+    with pytest.raises(JobError, match=naming("120")):
         job("members.lease_s=10")
 
 
@@ -524,10 +526,7 @@ def test_custom_code_is_replayed_with_the_users_copy_of_the_job(tmp_path, capsys
         assert cli.main([command, folder, "run.epochs=3"]) == 2
         assert '"run.epochs=3" is a setting' in capsys.readouterr().err
     assert cli.main(["replay", folder, *own, "run.epochs=3"]) == 2
-    assert (
-        "another job (run.epochs = 3, in the folder 2); to replay it, omit"
-        in capsys.readouterr().err
-    )
+    assert re.search(naming("another job", "run.epochs = 3", "2"), capsys.readouterr().err)
     own.remove("run.output=runs:1")  # copies may differ in this setting
     assert cli.main(["replay", folder, *own]) == 0
     assert "every digest is equal" in capsys.readouterr().out

@@ -22,6 +22,7 @@ from mpigossip.runs.members.fork import fork
 from mpigossip.runs.members.replay import matches, replay
 from mpigossip.store import StoreError
 from mpigossip.store.checkpoint import NodeState
+from tests.cases import naming
 from tests.launch import Launch, mpirun, until
 
 COUNTS = (7, 5, 0, 4)
@@ -92,7 +93,7 @@ def test_a_model_is_read_by_another_number_of_ranks(writers, readers):
 
 
 def test_a_part_that_the_shards_do_not_contain_is_rejected():
-    with pytest.raises(StoreError, match="elements 12 to 15 do not contain 0 to 11"):
+    with pytest.raises(StoreError, match=naming("12 to 15", "0 to 11")):
         cut(joined([cut(model(), part(1, 2))]), part(0, 2), 12)
 
 
@@ -124,9 +125,9 @@ def test_a_record_lists_shards_only_if_there_are_several(record):
     changed.arrays["buffers/3/mean"][0] += 1
     assert not matches(record, changed, 4)
     text = record.encode()
-    with pytest.raises(Unusable, match="invalid name"):
+    with pytest.raises(Unusable, match=naming("invalid name")):
         parse(text.replace(b"-0001.h5", b"-0001/../x.h5"), "r", Round)
-    with pytest.raises(Unusable, match='"shards" has the invalid entry'):
+    with pytest.raises(Unusable, match=naming('"shards"', "invalid entry")):
         parse(text.replace(b', "shards": [[', b', "shards": [["x"], ['), "r", Round)
 
 
@@ -139,7 +140,7 @@ def test_files_of_a_model_that_do_not_follow_one_another_are_rejected(record):
         (first, second._replace(first=second.first + 1)),
         (first, second._replace(parameters=second.parameters + 1)),
     ):
-        with pytest.raises(Unusable, match="its files contain the elements"):
+        with pytest.raises(Unusable, match=naming("contain the elements")):
             parse(replace(record, shards=wrong).encode(), "r", Round)
 
 

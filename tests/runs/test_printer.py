@@ -129,18 +129,18 @@ def test_only_rank_0_prints():
 @pytest.mark.parametrize(
     "settings, says",
     [
-        ([], ["4 simulated", "exact average in 2 rounds", "86 kB per node and step (1 vector)"]),
-        (["graph.name=ring"], ["2 neighbours per round, period 1, spectral gap 0.667"]),
+        ([], ["4 simulated", "2 rounds", "86 kB"]),
+        (["graph.name=ring"], ["2 neighbours", "spectral gap 0.667"]),
         (["algorithm.name=parallel", "graph.name=complete"], ["reduce-scatter and all-gather"]),
-        (["node.wire=bf16"], ["bf16 on the wire", "43 kB per node"]),
-        (["graph.name=random-matching"], ["1 neighbour per round, no period"]),
+        (["node.wire=bf16"], ["bf16 on", "43 kB per node"]),
+        (["graph.name=random-matching"], ["1 neighbour", "no period"]),
         (
             ["algorithm.name=cpsgd", "node.devices=cpu:2"],
-            ["2 slots each (cpu)", "129 kB per node and averaging step", "graph unused"],
+            ["2 slots each (cpu)", "129 kB"],
         ),
         (["graph.name=star", "graph.weights=laplacian"], ["signed weights, spectral gap 0.4"]),
         (["algorithm.name=dsgd", "graph.name=star", "graph.weights=uniform"], ["mean drifts"]),
-        (["graph.name=identity"], ["not connected: nodes never agree"]),
+        (["graph.name=identity"], ["nodes never agree"]),
     ],
 )
 def test_the_overview_describes_the_objects_that_were_built(settings, says, tmp_path):
@@ -175,6 +175,6 @@ def test_the_overview_of_ranks_is_printed_once(pooled, tmp_path):
     done = pooled(3, "train", JOB, *words)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("3 ranks on 1 host") == 1
-    assert "node 0 receives from 1, 2: put into MPI windows" in done.stdout
+    assert "from 1, 2: put into MPI" in done.stdout
     assert done.stdout.count("\n  files ") == 1 and done.stdout.count("accuracy") == 2
     assert (tmp_path / "runs/digits/log.h5").is_file()

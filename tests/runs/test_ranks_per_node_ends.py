@@ -77,7 +77,7 @@ def test_a_rank_failure_in_a_node_ends_the_job_which_can_be_resumed(
         assert "rank 3 of 4" in done.stderr
         assert "a hook that fails" in done.stderr
     if how == "stands still":
-        assert "no message has arrived from rank 3" in done.stderr
+        assert "from rank 3" in done.stderr
     newest = checkpoint.latest(run)
     assert newest is not None  # the checkpoint is a step that all ranks had done some steps earlier
     assert checkpoint.verify(newest) == []

@@ -19,7 +19,7 @@ from mpigossip.runs import run as runs
 from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
-from tests.cases import every
+from tests.cases import every, naming
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -68,7 +68,7 @@ def test_a_full_disk_stops_a_run_that_can_be_resumed(small_disk, leave, where):
     train(run, "run.steps=4", *LARGE)
     before = checkpoint.digest(checkpoint.latest(run))
     fill(small_disk, leave)
-    with pytest.raises(ValueError, match="No space left on device") as error:
+    with pytest.raises(ValueError, match=naming("No space left on device")) as error:
         resume(run, "run.steps=8")
     assert where in str(error.value) and re.search(
         "make room|free space|free disk space", str(error.value)
@@ -110,7 +110,7 @@ def test_rows_of_a_log_on_a_full_disk_are_written_later(small_disk, capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "named_hooks", lambda *_: [Filler()])
         train(run, "run.steps=12", "log.flush_steps=2", "log.on_error=continue")
-    assert filled and capsys.readouterr().err.count("rows of the log are kept") >= 4
+    assert filled and capsys.readouterr().err.count("rows of the log") >= 4
     assert read(run / "log.h5").steps["step"].tolist() == list(range(12))
 
 
@@ -119,7 +119,7 @@ def test_a_searched_graph_on_a_full_disk_is_a_user_error(small_disk):
     searched = search(6, degree=2, evaluations=20)
     save(searched, small_disk / name)
     fill(small_disk, 0)
-    with pytest.raises(GraphError, match=f"{name} can't be written: No space left on device"):
+    with pytest.raises(GraphError, match=naming(name, "No space left on device")):
         save(searched, small_disk / name)
     kept = graph(f"file:{small_disk / name}")
     assert kept == searched.graph()  # the previous file, and no temporary one
@@ -128,7 +128,7 @@ def test_a_searched_graph_on_a_full_disk_is_a_user_error(small_disk):
 
 def test_a_lock_on_a_full_disk_is_a_user_error(small_disk):
     fill(small_disk, 0)
-    with pytest.raises(ValueError, match="No space left on device; make room there, or name"):
+    with pytest.raises(ValueError, match=naming("No space left on device")):
         train(small_disk / "run", "run.steps=1")
 
 
@@ -146,13 +146,13 @@ def shred(path):
 @pytest.mark.parametrize(
     "name, take, says",
     [
-        ("log.h5", empty, "log.h5 was deleted or overwritten while.*: a new log begins at step 20"),
+        ("log.h5", empty, "log.h5 was deleted .* new log .*step 20"),
         every(
             "log.h5",
             shred,
-            "log.h5 was deleted or overwritten while.*: a new log begins at step 20",
+            "log.h5 was deleted .* new log .*step 20",
         ),
-        ("log.h5", Path.unlink, "log.h5 was deleted or overwritten while.*begins at step 20"),
+        ("log.h5", Path.unlink, "log.h5 was deleted .*step 20"),
     ],
 )
 def test_files_removed_during_a_run_are_reported_at_once_and_at_the_end(

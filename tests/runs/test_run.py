@@ -31,7 +31,7 @@ from mpigossip.store.log import read
 from mpigossip.store.log_reading import with_nan
 from mpigossip.training import assemble
 from mpigossip.training.loop import NonFiniteError, Trainer
-from tests.cases import every, on_each, with_world
+from tests.cases import every, naming, on_each, with_world
 from tests.store.examples import flip_bit
 
 ALGORITHMS = [
@@ -246,7 +246,7 @@ def test_a_run_resumes_with_other_nodes_and_slots(tmp_path, local, lr):
     assert "exact average of 8 nodes" in told.getvalue() and "averaged: " in told.getvalue()
     sent = with_nan(read(folder / "log.h5").steps["bytes_sent"])
     assert np.isnan(sent[-1, 3:]).all() and np.nanmean(sent[-1]) > np.nanmean(sent[-2])
-    with pytest.raises(JobError, match="run.output: a run continues"):
+    with pytest.raises(JobError, match=naming("run.output", "continues")):
         start_and_resume.resume(folder, [f"run.output={tmp_path / 'other'}"], SingleProcess(), 3)
     for n, extra, until in ((5, [], 110), (5, ["node.devices=cpu:2"], "none")):
         summary = start_and_resume.resume(
@@ -270,11 +270,11 @@ def test_a_resume_with_another_partition_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(
         partition, "_dirichlet", lambda labels, n, seed, alpha: drawn(labels, n, seed + 1, alpha)
     )
-    with pytest.raises(ValueError, match=r'data\.partition = "dirichlet": .*restore the data'):
+    with pytest.raises(ValueError, match=naming('data.partition = "dirichlet"', "restore")):
         start_and_resume.resume(tmp_path, ["run.steps=4"], SingleProcess(), None)
     with monkeypatch.context() as patch:
         patch.setattr(np, "__version__", "9.8.7")
-        with pytest.raises(ValueError, match=r"pip install numpy==.*9\.8\.7|9\.8\.7.*pip install"):
+        with pytest.raises(ValueError, match=naming("pip install numpy", "9.8.7")):
             start_and_resume.resume(tmp_path, ["run.steps=4"], SingleProcess(), None)
     # a partition that the user asks for, and other nodes, are accepted
     kept = [tmp_path.with_name(name) for name in ("sorted", "nodes", "old")]
@@ -335,20 +335,20 @@ def test_a_method_with_another_state_is_reset_and_this_is_reported(tmp_path):
     with contextlib.redirect_stdout(io.StringIO()) as told:
         change = ["algorithm.name=dsgd", "local.name=adamw", "run.steps=5"]
         start_and_resume.resume(tmp_path, change, SingleProcess(), None)
-    assert "dropped: momentum, reset: first, second" in told.getvalue()
-    with pytest.raises(ValueError, match="holds another model"):
+    assert "momentum, reset: first, second" in told.getvalue()
+    with pytest.raises(ValueError, match=naming("another model")):
         start_and_resume.resume(tmp_path, ["model.name=mlp", "run.steps=6"], SingleProcess(), None)
 
 
 def test_another_job_is_kept_out_of_a_run_directory(tmp_path):
     start_and_resume.train(job("run.steps=2", folder=tmp_path), SingleProcess(), 1)
-    with pytest.raises(ValueError, match=r"another job.*data\.batch = 3.*run\.output"):
+    with pytest.raises(ValueError, match=naming("another job", "data.batch = 3", "run.output")):
         start_and_resume.train(
             job("run.steps=2", "data.batch=3", folder=tmp_path), SingleProcess(), 1
         )
     with (
         start_and_resume.locked(tmp_path, SingleProcess()),
-        pytest.raises(ValueError, match="in use by process"),
+        pytest.raises(ValueError, match=naming("in use", "process")),
     ):
         start_and_resume.train(job("run.steps=2", folder=tmp_path), SingleProcess(), 1)
 
@@ -372,10 +372,10 @@ def test_train_continues_a_run_that_was_resumed(tmp_path):
 def test_the_number_of_nodes_is_part_of_the_job(tmp_path):
     made = job("run.steps=2", "model.name=mlp", folder=tmp_path)
     start_and_resume.train(made, SingleProcess(), 2)
-    with pytest.raises(ValueError, match=r"run of 2 nodes, not of 3;.*resume.*--nodes 3"):
+    with pytest.raises(ValueError, match=naming("2 nodes", "3", "resume", "--nodes 3")):
         start_and_resume.train(made, SingleProcess(), 3)
     assert start_and_resume.resume(tmp_path, ["run.steps=4"], SingleProcess(), 3)["nodes"] == 3
-    with pytest.raises(ValueError, match="run of 3 nodes, not of 2"):
+    with pytest.raises(ValueError, match=naming("3 nodes", "2")):
         start_and_resume.train(
             job("run.steps=4", "model.name=mlp", folder=tmp_path), SingleProcess(), 2
         )
@@ -421,7 +421,7 @@ def test_damaged_checkpoints_are_named_and_kept(tmp_path, capsys):
         assert sorted(place.rglob("*")) == there
     for path in paths:  # renamed checkpoints also prevent a start from step 0
         path.rename(path.with_suffix(".damaged.damaged"))
-    with pytest.raises(JobError, match="none of them is complete"):
+    with pytest.raises(JobError, match=naming("complete")):
         start_and_resume.train(made, SingleProcess(), 2)
     subprocess.run(command.split(), check=True)
     (place / "step-00000002.writing").mkdir(parents=True)  # a first checkpoint that was interrupted
@@ -452,30 +452,28 @@ def test_after_a_rank_failure_the_next_attempt_has_all_nodes_and_reports_the_cos
     with monkeypatch.context() as patch:
         patch.setattr(run, "named_hooks", lambda *_: [Lost()])
         assert not start_and_resume.train(made, SingleProcess(), 3)["finished"]
-    with pytest.raises(ValueError, match="run of 4 nodes, not of 3"):
+    with pytest.raises(ValueError, match=naming("4 nodes", "3")):
         start_and_resume.train(made, SingleProcess(), 3)
     with contextlib.redirect_stdout(io.StringIO()) as told:
         summary = start_and_resume.train(made, SingleProcess(), 4)
-    assert (
-        "failed after step 2 (0.10 s lost); 6 steps since then on 3 of 4 nodes, now 4; from "
-        "the exact average of 3 nodes" in told.getvalue()
-    )
+    facts = ("2 (0.10 s lost)", "6 steps", "3 of 4", "3 nodes")
+    assert re.search(naming(facts), told.getvalue())
     assert summary["finished"] and "rank 1 on a" in summary["lost"]
     assert read(tmp_path / "run" / "log.h5").steps["loss"].shape[1] == 4
 
 
 def test_a_loss_that_is_not_finite_names_step_and_node(tmp_path):
     made = job("schedule.lr=1e15", "algorithm.name=dsgd", folder=tmp_path)
-    with pytest.raises(NonFiniteError, match=r"loss of node \d is .* at step \d+"):
+    with pytest.raises(NonFiniteError, match=naming("loss of node", "step")):
         start_and_resume.train(made, SingleProcess(), 2)
 
 
 BAD = {
-    "algorithm.name=dmsgd node.devices=cpu:2": "step 3: .* node 1 was about to send",
-    "algorithm.name=parallel": "step 3: .* node 1 was about to send",
+    "algorithm.name=dmsgd node.devices=cpu:2": ("step 3", "node 1", "send"),
+    "algorithm.name=parallel": ("step 3", "node 1", "send"),
     # no message follows the last gradient, so the checkpoint reveals it
-    "algorithm.name=dsgd algorithm.style=awc": "checkpoint of step 4 .* node 1 has 1 NaN",
-    "algorithm.name=cpsgd cadence.period=8 local.name=adamw": "checkpoint of step 4 .* node 1",
+    "algorithm.name=dsgd algorithm.style=awc": ("checkpoint of step 4", "node 1", "1 NaN"),
+    "algorithm.name=cpsgd cadence.period=8 local.name=adamw": ("checkpoint of step 4", "node 1"),
 }
 
 
@@ -503,7 +501,7 @@ def test_a_bad_gradient_names_its_node_and_leaves_the_last_good_checkpoint(tmp_p
         with pytest.MonkeyPatch.context() as patch, pytest.raises(NonFiniteError) as found:
             poisoned(patch)
             start_and_resume.train(cut, SingleProcess(), 4)
-        assert re.search(f"{words}.* the first in 3.bias", str(found.value)), settings
+        assert re.search(naming(words, "3.bias"), str(found.value)), settings
         path = checkpoint.latest(cut.run.folder)
         assert path.name in ("step-00000002", "step-00000003"), settings
         assert checkpoint.verify(path) == [], settings
@@ -527,7 +525,7 @@ def bad_on_a_rank(world, folder):
 def test_all_ranks_stop_if_one_cannot_save_finite_values(ranks, tmp_path):
     first, *others = ranks(3)(bad_on_a_rank, str(tmp_path))
     assert others == [first, first] and checkpoint.steps(tmp_path) == [2, 3]
-    assert "checkpoint of step 4 could not be written: node 1 has" in first
+    assert re.search(naming("checkpoint of step 4", "node 1"), first)
 
 
 def test_evaluation_uses_the_average_and_does_not_change_training():
@@ -558,19 +556,19 @@ def test_local_steps_send_nothing_and_global_steps_agree():
 @pytest.mark.parametrize(
     "settings, n, message",
     [
-        ("graph.name=one-peer-hypercube", 6, r"power of two nodes, got 6; .*base-2"),
-        ("local.name=momentum", 2, r'"dmsgd" has its own local step'),
-        ("algorithm.name=dsgd local.name=moment", 2, r"did you mean \"momentum\""),
-        ("data.batch=64", 40, r"training samples, but uses 64"),
-        ("data.source=nowhere.h5", 2, r"nowhere\.h5"),
-        ("node.devices=cuda:0", 2, r"sees no GPU"),
-        ("algorithm.name=parallel cadence.name=never", 2, r"every step"),
+        ("graph.name=one-peer-hypercube", 6, ("power of two", "6", "base-2")),
+        ("local.name=momentum", 2, ('local.name = "momentum"', '"dmsgd"')),
+        ("algorithm.name=dsgd local.name=moment", 2, ('local.name = "moment"', '"momentum"')),
+        ("data.batch=64", 40, ("training samples", "64", "data.batch")),
+        ("data.source=nowhere.h5", 2, "nowhere.h5"),
+        ("node.devices=cuda:0", 2, ("cuda:0", "no GPU")),
+        ("algorithm.name=parallel cadence.name=never", 2, ('"parallel"', "every step")),
     ],
 )
 def test_incompatible_settings_are_rejected(settings, n, message):
     if "cuda" in settings and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=naming(message)):
         assemble.assemble(job(settings), SingleProcess(), n)
 
 

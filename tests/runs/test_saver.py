@@ -12,7 +12,7 @@ from mpigossip.runs import start_and_resume
 from mpigossip.store import StoreError, checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
-from tests.cases import with_world
+from tests.cases import naming, with_world
 
 
 def job(folder, *settings):
@@ -82,7 +82,7 @@ def failing(at):
 
 def test_a_full_disk_stops_the_run_and_earlier_checkpoints_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "write_node", failing(12))
-    with pytest.raises(ValueError, match=r"step 12.*No space left.*on_error"):
+    with pytest.raises(ValueError, match=naming("step 12", "No space left", "on_error")):
         start_and_resume.train(job(tmp_path), SingleProcess(), 2)
     newest = checkpoint.latest(tmp_path)
     assert newest == checkpoint.folder(tmp_path, 6) and not checkpoint.verify(newest)
@@ -107,7 +107,7 @@ def test_a_short_failure_of_the_file_system_costs_one_checkpoint(tmp_path, monke
         job(tmp_path, "checkpoint.on_error=continue"), SingleProcess(), 2
     )["finished"]
     assert "Stale file handle; training continues" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="Stale file handle.*on_error"):
+    with pytest.raises(ValueError, match=naming("Stale file handle", "on_error")):
         start_and_resume.train(job(tmp_path / "stops"), SingleProcess(), 2)
 
 
@@ -126,7 +126,7 @@ def test_deleting_checkpoints_during_a_write_does_not_end_the_run(
     monkeypatch.setattr(checkpoint, at, take)
     assert start_and_resume.train(job(tmp_path), SingleProcess(), 2)["finished"]
     printed = capsys.readouterr().err
-    assert "the checkpoint of step 12 could not be written" in printed
+    assert "the checkpoint of step 12" in printed
     assert "training continues" in printed
     assert checkpoint.steps(tmp_path) == [18, 24]
 

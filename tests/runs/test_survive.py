@@ -22,7 +22,7 @@ from mpigossip.store import checkpoint
 from mpigossip.store.log import read
 from mpigossip.training import assemble
 from tests import launch
-from tests.cases import every, with_world
+from tests.cases import every, naming, with_world
 from tests.mixing.rounds import GRAPHS, LAYOUT, count_differences, graphs_for, kinds_of
 
 pytestmark = pytest.mark.both
@@ -79,7 +79,7 @@ def late_neighbour(world):
 
 def test_a_late_neighbour_is_named_with_its_last_round(ranks):
     text = ranks(2)(late_neighbour)[0]
-    assert text.startswith("rank 1 on ") and "has not sent its model of round 2" in text
+    assert text.startswith("rank 1 on ") and "model of round 2" in text
     assert "last message in round 1" in text
 
 
@@ -134,7 +134,7 @@ def test_a_job_that_cannot_survive_gets_a_note(ranks):
 
 def test_a_graph_that_is_impossible_with_one_node_fewer_is_rejected():
     settings = ["run.survive=true", "graph.name=one-peer-hypercube"]
-    with pytest.raises(ValueError, match=r"run.survive, with one node fewer: .*power of two"):
+    with pytest.raises(ValueError, match=naming("run.survive", "power of two")):
         assemble.assemble(assemble.load({}, settings), SingleProcess(), 4)
 
 
@@ -347,7 +347,7 @@ def test_the_attempt_after_a_rank_failure_has_all_ranks(tolerant, tmp_path):
     """As in a batch script, `train` starts again on the original number of ranks."""
     (tmp_path / "STOP").touch()
     first = tolerant(3, "1@2", "run.steps=20")
-    assert "rank 1 on" in first.stderr and "stopped, to be resumed at step 8" in first.stdout
+    assert "rank 1 on" in first.stderr and "resumed at step 8" in first.stdout
     again = tolerant(3, "", "run.steps=20")
     assert again.returncode == 0, again.stderr[-3000:]
     said = (
@@ -362,7 +362,7 @@ def test_survivors_remember_an_agreed_stop(tolerant, tmp_path):
     """Rank 1 dies in the step after the agreement, when the file STOP was removed already."""
     (tmp_path / "STOP").touch()
     done = tolerant(3, "1@7", "run.steps=20")
-    assert re.search(r"stopped, to be resumed at step [78] ", done.stdout), done.stdout
+    assert re.search(r"resumed at step [78] ", done.stdout), done.stdout
     assert not (tmp_path / "STOP").exists() and "rank 1 on" in done.stderr
 
 
@@ -374,7 +374,7 @@ def test_a_kill_loses_at_most_the_open_exchange_of_a_fragment(tolerant, tmp_path
     # sent in step 5, received in step 8: rank 1 dies in between
     done = tolerant(3, "1@6", *settings, "cadence.delay=3", "run.steps=14")
     assert done.returncode == 0, done.stderr[-3000:]
-    (step,) = re.findall(r"rank 1 on \S+ failed after step (\d+)", done.stderr)
+    (step,) = re.findall(r"rank 1 on \S+ failed .*step (\d+)", done.stderr)
     assert int(step) >= least, "more than the open exchange was lost"
     log = read(tmp_path / "log.h5")
     assert log.summary["nodes"] == 2 and log.steps["step"].tolist() == list(range(14))

@@ -23,7 +23,7 @@ from mpigossip.store import StoreError, checkpoint, direct
 from mpigossip.store import manifest as manifests
 from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.hdf5 import reading
-from tests.cases import on_each
+from tests.cases import naming, on_each
 from tests.launch import warmed
 from tests.store.examples import JOB, flip_bit, node_state, write_checkpoint
 
@@ -116,7 +116,7 @@ def test_files_of_slots_are_joined_to_nodes(tmp_path):
         ).all()
     entries = checkpoint.read_manifest(path).entries
     for forged in ((*entries[:2], entries[3], entries[2], *entries[4:]), entries[:5]):
-        with pytest.raises(ValueError, match="its table"):
+        with pytest.raises(ValueError, match=naming("its table")):
             manifests.check_table(forged, 2)
     (path / "node-0001-0001.h5").unlink()
     assert "node-0001-0001.h5 is missing" in " ".join(checkpoint.verify(path))
@@ -153,12 +153,12 @@ def test_slots_of_a_node_with_different_contents_are_rejected(tmp_path):
     first.arrays["flags"] = first.pieces["state/momentum"]
     entries = [checkpoint.write_node(temporary, 0, part) for part in (first, second, third)]
     path = checkpoint.commit(temporary, tmp_path, 1, entries, JOB, {})
-    with pytest.raises(StoreError, match="slots 0 and 1 of a node"):
+    with pytest.raises(StoreError, match=naming("slots 0 and 1")):
         checkpoint.read_node(path, 0)
     temporary = checkpoint.begin(tmp_path, 2)
     entries = [checkpoint.write_node(temporary, 0, part) for part in by_slot(0, 2)]
     for invalid in (entries[1:], [*entries, checkpoint.write_node(temporary, 1, node_state(1, 2))]):
-        with pytest.raises(ValueError, match="its table"):
+        with pytest.raises(ValueError, match=naming("its table")):
             checkpoint.commit(temporary, tmp_path, 2, invalid, JOB, {})
 
 
@@ -219,14 +219,14 @@ def test_large_arrays_bypass_the_page_cache_if_possible(tmp_path, monkeypatch, c
 
 
 GOOD = node_state(0)
-NOT_IN_HDF5 = "cannot be stored in HDF5"
+NOT_IN_HDF5 = "HDF5"
 INVALID_STATES = {
-    "too few parameters": ({"parameters": GOOD.parameters[1:]}, {}, "parameters of type float32"),
+    "too few parameters": ({"parameters": GOOD.parameters[1:]}, {}, ("parameters", "float32")),
     "array of objects": ({"arrays": {"a": np.array([{}], object)}}, {}, NOT_IN_HDF5),
     "name without a part": ({"arrays": {"a//b": np.zeros(1)}}, {}, NOT_IN_HDF5),
     "name with two dots": ({"arrays": {"../x": np.zeros(1)}}, {}, NOT_IN_HDF5),
-    "too many groups": ({}, {"OBJECTS": 15}, "would have 16 groups"),
-    "too much text": ({}, {"TEXT": 60}, "would have 109 bytes of"),
+    "too many groups": ({}, {"OBJECTS": 15}, "16 groups"),
+    "too much text": ({}, {"TEXT": 60}, "109 bytes"),
 }
 """For each case: fields of a state, limits of store/guard.py, and a part of the message."""
 
@@ -237,7 +237,7 @@ def test_states_that_no_file_can_hold_are_rejected(tmp_path, monkeypatch, name):
     for limit, value in limits.items():
         monkeypatch.setattr(checkpoint.guard, limit, value)
     state = dataclasses.replace(GOOD, **fields)
-    with pytest.raises((ValueError, StoreError), match=message):
+    with pytest.raises((ValueError, StoreError), match=naming(message)):
         checkpoint.write_node(checkpoint.begin(tmp_path, 1), 0, state)
     assert checkpoint.latest(tmp_path) is None
 
@@ -247,7 +247,7 @@ def test_a_checkpoint_with_other_nodes_than_0_to_n_is_rejected(tmp_path, choose)
     """The files of nodes 0 and 2 exist; no, both or two equal entries are committed."""
     temporary = checkpoint.begin(tmp_path, 1)
     entries = [checkpoint.write_node(temporary, node, GOOD) for node in (0, 2)]
-    with pytest.raises(ValueError, match="its table"):
+    with pytest.raises(ValueError, match=naming("its table")):
         checkpoint.commit(temporary, tmp_path, 1, choose(entries), "", {})
     assert checkpoint.latest(tmp_path) is None
 
@@ -256,7 +256,7 @@ def test_a_checkpoint_without_a_node_s_file_is_rejected(tmp_path):
     temporary = checkpoint.begin(tmp_path, 1)
     entry = checkpoint.write_node(temporary, 0, GOOD)
     (temporary / "node-0000.h5").unlink()
-    with pytest.raises(StoreError, match="file system that all nodes share"):
+    with pytest.raises(StoreError, match=naming("file system", "share")):
         checkpoint.commit(temporary, tmp_path, 1, [entry], "", {})
     assert checkpoint.latest(tmp_path) is None
 
@@ -273,7 +273,7 @@ def test_any_flipped_byte_is_detected(tmp_path, name):
         file.write_bytes(bad)
         (problem, *rest) = checkpoint.verify(path)
         assert name in problem and "damaged" in problem and not rest
-        with pytest.raises(StoreError, match="damaged"):
+        with pytest.raises(StoreError, match=naming("damaged")):
             checkpoint.read_node(path, 1)
     file.write_bytes(data)
     assert checkpoint.verify(path) == []
@@ -304,7 +304,7 @@ def test_truncated_foreign_and_missing_files(tmp_path, name):
         checkpoint.read_node(path, 1)
     assert checkpoint.latest(tmp_path) == older
     for nothing in (tmp_path, tmp_path / "no"):
-        with pytest.raises(StoreError, match=r"checkpoint\.h5 can't be read"):
+        with pytest.raises(StoreError, match=naming("checkpoint.h5", "can't be read")):
             checkpoint.read_manifest(nothing)
     assert checkpoint.latest(tmp_path / "no") is None
 
@@ -329,7 +329,7 @@ def test_wrong_manifest_swapped_and_extra_files(tmp_path):
 def test_node_out_of_range(tmp_path):
     path = write_checkpoint(tmp_path, 3)
     for node in (3, -1):
-        with pytest.raises(StoreError, match=f"nodes 0 to 2, but not node {node}"):
+        with pytest.raises(StoreError, match=naming("nodes 0 to 2", f"node {node}")):
             checkpoint.read_node(path, node)
 
 
@@ -375,7 +375,7 @@ def test_an_error_of_the_disk_is_not_damage(tmp_path, monkeypatch):
             file.read(1)  # EIO
 
     monkeypatch.setattr(checkpoint, "read_manifest", fails)
-    with pytest.raises(StoreError, match="Input/output error"):
+    with pytest.raises(StoreError, match=naming("Input/output error")):
         checkpoint.latest(tmp_path)
 
 
@@ -385,7 +385,7 @@ def test_prune_keeps_the_newest_complete_ones(tmp_path):
     assert checkpoint.prune(tmp_path, 2) == paths[:2]
     assert checkpoint.steps(tmp_path) == [3, 100_000_000] and paths[3].exists()
     assert checkpoint.prune(tmp_path, 2) == []
-    with pytest.raises(ValueError, match="keep = 0"):
+    with pytest.raises(ValueError, match=naming("keep = 0")):
         checkpoint.prune(tmp_path, 0)
 
 
@@ -424,5 +424,5 @@ def test_a_full_disk_raises_store_error_and_damages_nothing(tmp_path):
 
 def test_an_unwritable_folder_raises_store_error(tmp_path):
     (tmp_path / "checkpoints").write_text("a file")
-    with pytest.raises(StoreError, match=r"can't be written.*run\.output"):
+    with pytest.raises(StoreError, match=naming("can't be written", "run.output")):
         checkpoint.begin(tmp_path, 1)

@@ -12,6 +12,7 @@ from mpigossip.data.sources import DIGITS
 from mpigossip.store import StoreError
 from mpigossip.store.dataset import open_dataset, pack, show
 from mpigossip.store.packing import SPLITS, checksum_of
+from tests.cases import naming
 from tests.store.examples import folder_of_images, set_dataset
 
 
@@ -112,33 +113,39 @@ def add_a_text(images):
 
 
 REJECTED_BY_PACK = {
-    "images of several sizes": (None, "", "", {"decoded": True}, r"--decoded .* \d+ sizes, from"),
+    "images of several sizes": (None, "", "", {"decoded": True}, ("--decoded", "sizes")),
     "decoded text": (
         *(None, "", "", {"decoded": True, "text": True}),
-        "--decoded is for images",
+        ("--decoded", "for images"),
     ),
     "size of a text": (
         *(None, "", "", {"image_size": 32, "text": True}),
-        "--image-size 32 is for images only",
+        ("--image-size 32", "images"),
     ),
     "size 0": (None, "", "", {"image_size": 0}, "--image-size 0"),
-    "no such folder": (None, "nothing", "", {}, "nothing is not a folder"),
-    "no folder for the file": (None, "", "nowhere/out.h5", {}, "nowhere.* can't be written"),
+    "no such folder": (None, "nothing", "", {}, ("nothing", "not a folder")),
+    "no folder for the file": (
+        None,
+        "",
+        "nowhere/out.h5",
+        {},
+        ("nowhere/out.h5", "can't be written"),
+    ),
     "no text": (add_an_empty_folder, "empty", "", {"text": True}, "no files with text"),
     "a text in place of the data set": (
         *(add_a_text, "", "images/b.md", {"text": True}),
-        r"b\.md exists and is not a data set",
+        ("b.md", "not a data set"),
     ),
     "no folder train": (moved("train"), "", "", {}, "no folder train/"),
     "no folder test": (moved("test"), "", "", {}, "no folder val/"),
-    "a class without samples": (moved("train/cat"), "", "", {}, "classes that .* lacks: cat"),
+    "a class without samples": (moved("train/cat"), "", "", {}, ("classes", "lacks: cat")),
     "damaged files": (
         *(halve_a_file_and_add_another, "", "", {}),
-        "(?s)2 of 28 files(?=.*notes.txt).*test/bee/0.png",
+        ("2 of 28 files", "notes.txt", "test/bee/0.png"),
     ),
     "16 bits": (
         *(add_an_image_of_16_bits, "", "", {}),
-        "(?s)1 of 27 files.*mode I;16 has more than 8 bits",
+        ("1 of 27 files", "I;16", "8 bits"),
     ),
 }
 """Case: change of the folder of images, packed folder in it, packed file, options, and message.
@@ -155,7 +162,7 @@ def test_what_pack_rejects(tmp_path, name):
     if change:
         change(images)
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
-    with pytest.raises(StoreError, match=message):
+    with pytest.raises(StoreError, match=naming(message)):
         pack(images / source, tmp_path / (out or "out.h5"), **options)
     after = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     assert after == before
@@ -206,17 +213,17 @@ def chunked(path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without_file, "does not exist; .*mpigossip data pack"),
+        (without_file, ("not exist", "data pack")),
         (folder, "is a folder"),
-        (text_file, "can't be opened as an HDF5 file"),
-        (other_hdf5_file, "has no attribute format"),
-        (shorter, "is truncated"),
+        (text_file, "HDF5 file"),
+        (other_hdf5_file, "attribute format"),
+        (shorter, "truncated"),
         (chunked, "not stored contiguously"),
     ],
 )
 def test_files_that_are_no_complete_data_set_are_rejected(packed, change, message):
     change(packed)
-    with pytest.raises(StoreError, match=message):
+    with pytest.raises(StoreError, match=naming(message)):
         open_dataset(packed)
 
 
@@ -225,20 +232,20 @@ def test_files_that_are_no_complete_data_set_are_rejected(packed, change, messag
     [
         (
             set_element("train/labels", 4, 3),
-            "1 labels of train are not in 0 … 2; the first is 3, of s",
+            ("1 labels of train", "0 … 2", "3"),
         ),
-        (set_element("test/labels", 0, -1), "1 labels of test .* the first is -1"),
-        (set_element("train/offsets", 3, 10**9), "offsets of train don't ascend"),
-        (set_element("train/offsets", 18, 5), "offsets of train don't ascend"),
-        (set_element("train/sizes", 0, 0), "train.*height and width from 1"),
+        (set_element("test/labels", 0, -1), ("1 labels of test", "-1")),
+        (set_element("train/offsets", 3, 10**9), ("offsets of train", "ascend")),
+        (set_element("train/offsets", 18, 5), ("offsets of train", "ascend")),
+        (set_element("train/sizes", 0, 0), ("height and width", "1 to 65536")),
         (set_dataset("train/offsets", np.zeros(4, np.int64)), "4 offsets for 18 labels"),
-        (set_dataset("train/bytes", np.zeros(9, np.float32)), "contains float32, not uint8"),
+        (set_dataset("train/bytes", np.zeros(9, np.float32)), ("train/bytes", "float32", "uint8")),
         (set_dataset("train/labels", np.zeros(0, np.int64)), "offsets for 0 labels"),
         (lambda file: file.__delitem__("test"), "incomplete or damaged"),
         (lambda file: file.__delitem__("classes"), "incomplete or damaged"),
         (lambda file: file.attrs.__delitem__("mean"), "incomplete or damaged"),
-        (lambda file: file.attrs.update(std=np.zeros(3)), "std above 0, and scale from 0"),
-        (lambda file: file.attrs.update(version=7), "version is 7, .* 2 to 3"),
+        (lambda file: file.attrs.update(std=np.zeros(3)), ("std", "scale", "0")),
+        (lambda file: file.attrs.update(version=7), ("version is 7", "2 to 3")),
         (lambda file: file.attrs.update(version="old"), "incomplete or damaged"),
         (lambda file: file.attrs.update(kind=np.bytes_("video")), "kind is 'video'"),
     ],
@@ -249,7 +256,7 @@ def test_contents_that_contradict_each_other_are_rejected(packed, change, messag
         change(file)
         for split in set(SPLITS) & set(file):  # contradictions, not damage
             file[split].attrs["checksum"] = checksum_of(file[split])
-    with pytest.raises(StoreError, match=message) as error:
+    with pytest.raises(StoreError, match=naming(message)) as error:
         open_dataset(packed)
     assert str(packed) in str(error.value) and "\n" not in str(error.value)
 
@@ -258,10 +265,10 @@ def test_a_file_that_becomes_shorter_while_open(packed):
     with open_dataset(packed) as data:
         with packed.open("rb+") as file:
             file.truncate(data.train.start + 10)
-        with pytest.raises(StoreError, match="became shorter"):
+        with pytest.raises(StoreError, match=naming("shorter")):
             data.train.encoded(17)
     data.close()
-    with pytest.raises(ValueError, match="closed file"):
+    with pytest.raises(ValueError, match=naming("closed file")):
         data.train.encoded(0)
 
 

@@ -14,6 +14,7 @@ from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.dataset import open_dataset, pack
 from mpigossip.store.log import read
 from mpigossip.store.packing import checksum_of
+from tests.cases import naming
 from tests.store.examples import (
     change_node_file,
     folder_of_images,
@@ -66,43 +67,46 @@ def layout(**fields):
 
 
 FORGED = {
-    "index": (set_numbers(index=-5), "index = -5: must be a whole number from 0 to 3"),
-    "later": (set_numbers(index=2), "index = 2, .* step 3"),
+    "index": (set_numbers(index=-5), ("index = -5", "0 to 3")),
+    "later": (set_numbers(index=2), ("index = 2", "step 3")),
     "round": (set_numbers(round=1 << 60), "round = 1152921504606846976"),
     "seconds": (set_numbers(seconds=float("nan")), "seconds = nan"),
     "external link": (
         set_dataset("parameters", h5py.ExternalLink("node-0001.h5", "/parameters")),
-        '"parameters" is a .* link',
+        ('"parameters"', "link"),
     ),
     "soft link": (
         set_dataset("arrays/again", h5py.SoftLink("/parameters")),
-        '"arrays/again" is a .* link',
+        ('"arrays/again"', "link"),
     ),
     "hard link twice": (
         lambda f: set_dataset("arrays/again", f["parameters"])(f),
-        "the same object",
+        ('"arrays/again"', "same object"),
     ),
-    "cycle": (lambda f: set_dataset("arrays/arrays", f["arrays"])(f), "the same object"),
+    "cycle": (
+        lambda f: set_dataset("arrays/arrays", f["arrays"])(f),
+        ('"arrays/arrays"', "same object"),
+    ),
     "virtual": (virtual, "in other files"),
     "external data": (raw, "in other files"),
-    "committed type": (set_dataset("arrays/type", np.dtype("<f8")), "neither a group nor an array"),
+    "committed type": (set_dataset("arrays/type", np.dtype("<f8")), ('"arrays/type"', "group")),
     "reference": (
         lambda f: set_dataset("arrays/reference", np.array([f.ref], h5py.ref_dtype))(f),
-        "arrays/reference.* a type other",
+        ('"arrays/reference"', "type"),
     ),
-    "compressed": (squeezed, "not stored contiguously"),
-    "2^40 parameters": (endless, "bytes, but a file of"),
-    "text of 2 GB": (long_text, "numbers.* a type other"),
+    "compressed": (squeezed, ('"arrays/bomb"', "contiguously")),
+    "2^40 parameters": (endless, ('"parameters"', "4398046511104 bytes")),
+    "text of 2 GB": (long_text, ('"numbers"', "type")),
     "nested": (set_dataset("numbers", np.bytes_(b"[" * 100_000)), "recursion"),
-    "node": (another, "'node': 1.*, not node 0"),
-    "stranger": (set_dataset("further", np.zeros(3)), "further"),
-    "names": (layout(name=(1, b"conv.weight")), "3 parameters with 2 different names"),
-    "negative shape": (layout(shape=(1, (-5, 0))), "größe.*must"),
-    "negative offset": (layout(offset=(1, -1)), "größe.*must"),
-    "no parameters": (lambda file: file.__delitem__("parameters"), "parameters"),
-    "no group": (lambda file: file.__delitem__("arrays"), "arrays"),
-    "float64": (set_dataset("parameters", np.zeros(1006)), "parameters"),
-    "dimensions": (layout(ndim=(1, 1 << 40)), "größe.*must"),
+    "node": (another, ("'node': 1", "node 0")),
+    "stranger": (set_dataset("further", np.zeros(3)), "unknown: further"),
+    "names": (layout(name=(1, b"conv.weight")), ("3 parameters", "2 different names")),
+    "negative shape": (layout(shape=(1, (-5, 0))), ("'größe'", "(-5,)")),
+    "negative offset": (layout(offset=(1, -1)), ("'größe'", "-1")),
+    "no parameters": (lambda file: file.__delitem__("parameters"), "unknown: parameters"),
+    "no group": (lambda file: file.__delitem__("arrays"), "unknown: arrays"),
+    "float64": (set_dataset("parameters", np.zeros(1006)), ("parameters", "float64")),
+    "dimensions": (layout(ndim=(1, 1 << 40)), ("'größe'", "(5, 0)")),
 }
 
 
@@ -111,27 +115,27 @@ def test_a_forged_checkpoint_with_right_checksums_is_rejected(tmp_path, forged):
     change, message = FORGED[forged]
     path = write_checkpoint(tmp_path, 3)
     change_node_file(path, change)
-    with pytest.raises(StoreError, match=message):
+    with pytest.raises(StoreError, match=naming(message)):
         checkpoint.read_node(path, 0)
     (problem,) = checkpoint.verify(path)
     assert "node-0000.h5" in problem and "\n" not in problem
 
 
 MANIFESTS = {
-    "n": (lambda m: {"n": 1 << 40}, "lists 3 files"),
+    "n": (lambda m: {"n": 1 << 40}, ("n = 1099511627776", "3 files")),
     "step": (lambda m: {"step": -5}, "step = -5"),
-    "no files": (lambda m: {"n": 0}, "n = 0"),
-    "twice": (lambda m: {"entries": (m.entries[0], *m.entries[:2])}, "row 1 .* node 0"),
+    "no files": (lambda m: {"n": 0}, ("n = 0", "3 files")),
+    "twice": (lambda m: {"entries": (m.entries[0], *m.entries[:2])}, ("row 1", "node 0")),
     "outside": (
         lambda m: {"entries": (m.entries[0]._replace(file="../x.h5"), *m.entries[1:])},
-        r'"\.\./x\.h5"',
+        '"../x.h5"',
     ),
     "lengths": (
         lambda m: {"entries": (*m.entries[:2], m.entries[2]._replace(parameters=1 << 40))},
-        "different numbers of parameters",
+        ("nodes 1 and 0", "parameters"),
     ),
-    "job": (lambda m: {"job": "\x1b]0;x\x07"}, "control character"),
-    "facts": (lambda m: {"meta": {"slots": [1, 2]}}, "not a number or text"),
+    "job": (lambda m: {"job": "\x1b]0;x\x07"}, ('"job"', "control character")),
+    "facts": (lambda m: {"meta": {"slots": [1, 2]}}, ('"meta"', "'slots'")),
 }
 
 
@@ -148,7 +152,7 @@ def test_a_forged_manifest_with_a_right_checksum_is_rejected(tmp_path, forged):
         entries = (first, *invalid.entries[1:])
         invalid = checkpoint.Manifest(**facts | change(manifest) | {"entries": entries})
     manifests.write(path / "checkpoint.h5", invalid)
-    with pytest.raises(StoreError, match=message):
+    with pytest.raises(StoreError, match=naming(message)):
         checkpoint.read_manifest(path)
     assert len(checkpoint.verify(path)) == 1 and checkpoint.latest(tmp_path) is None
 
@@ -164,7 +168,7 @@ def test_a_view_of_other_files_is_rejected(tmp_path):
         opened.create_virtual_dataset("parameters", view)
     data = file.read_bytes()
     file.write_bytes(manifests._header(data[manifests.HEADER :]) + data[manifests.HEADER :])
-    with pytest.raises(StoreError, match="refers to 'node-0001.h5' for node 0"):
+    with pytest.raises(StoreError, match=naming("'node-0001.h5'", "node 0")):
         checkpoint.read_manifest(path)
 
 
@@ -184,7 +188,7 @@ def test_pipes_devices_and_links_in_place_of_files_are_not_opened(tmp_path, name
     file.unlink()
     file.symlink_to("/dev/zero")
     assert checkpoint.verify(path) != []
-    with pytest.raises(StoreError, match="not a regular file"):
+    with pytest.raises(StoreError, match=naming("regular file")):
         guard.regular(file)
 
 
@@ -246,18 +250,18 @@ def unnumbered(file):
 
 
 LOGS = {
-    "2^27 rows": (rows, "ascend|too many"),
-    "scattered": (scattered, "tables declare"),
-    "compressed": (packed_column, "steps/loss.* filters"),
-    "without its checksum": (forged_chunk(60, 1), "steps/loss.* without its checksum"),
-    "long chunk": (forged_chunk(61, 0), "steps/loss.* has 488 bytes .* must have 484 bytes"),
-    "short chunk": (forged_chunk(59, 0), "steps/loss.* has 472 bytes .* must have 484 bytes"),
+    "2^27 rows": (rows, ("tables declare", "7918846080 bytes")),
+    "scattered": (scattered, ("tables declare", "272064104 bytes")),
+    "compressed": (packed_column, ('"steps/loss"', "filters")),
+    "without its checksum": (forged_chunk(60, 1), ('"steps/loss"', "without its checksum")),
+    "long chunk": (forged_chunk(61, 0), ("steps/loss", "488 bytes", "484 bytes")),
+    "short chunk": (forged_chunk(59, 0), ("steps/loss", "472 bytes", "484 bytes")),
     "external": (
         set_dataset("steps/other", h5py.ExternalLink("/etc/passwd", "/x")),
-        "is a .* link",
+        ('"steps/other"', "link"),
     ),
-    "order": (unnumbered, "must ascend"),
-    "shape": (set_dataset("steps/one", np.zeros(20)), r"steps/one.* \(20, 3\)"),
+    "order": (unnumbered, ('"steps/step"', "ascend")),
+    "shape": (set_dataset("steps/one", np.zeros(20)), ("steps/one", "(20, 3)")),
     "group": (lambda file: file.__delitem__("evaluations"), "evaluations/at_step"),
 }
 
@@ -269,7 +273,7 @@ def test_a_forged_log_is_rejected(tmp_path, forged):
     write_log(path)
     with h5py.File(path, "r+", libver=("v110", "v110")) as file:
         change(file)
-    with pytest.raises(StoreError, match=message):
+    with pytest.raises(StoreError, match=naming(message)):
         read(path)
 
 
@@ -281,17 +285,17 @@ def sized(file):
 
 
 SETS = {
-    "external": (set_dataset("classes", h5py.ExternalLink("x.h5", "/x")), "is a .* link"),
+    "external": (set_dataset("classes", h5py.ExternalLink("x.h5", "/x")), ('"classes"', "link")),
     "labels": (
         lambda f: (f["train"].pop("labels"), f.create_dataset("train/labels", (1 << 36,), "i8")),
-        "incomplete",
+        ('"train/labels"', "549755813888 bytes"),
     ),
-    "sizes": (sized, "height and width from 1 to 65536"),
+    "sizes": (sized, ("height and width", "1 to 65536")),
     "channels": (lambda f: f.attrs.__setitem__("channels", -1), "channels = -1"),
-    "scale": (lambda f: f.attrs.__setitem__("scale", np.nan), "scale from 0 to 255"),
+    "scale": (lambda f: f.attrs.__setitem__("scale", np.nan), ("scale", "0 to 255", "mean")),
     "attribute": (
         lambda f: f.attrs.__setitem__("mean", np.zeros(1 << 15)),
-        "small array|attribute",
+        "attribute",
     ),
 }
 
@@ -302,7 +306,7 @@ def test_a_forged_data_set_is_rejected(tmp_path, forged):
     path = pack(folder_of_images(tmp_path / "images"), tmp_path / "set.h5")
     with h5py.File(path, "r+", libver=("v110", "v110")) as file:
         change(file)
-    with pytest.raises(StoreError, match=message):
+    with pytest.raises(StoreError, match=naming(message)):
         open_dataset(path)
 
 
@@ -318,7 +322,7 @@ def test_a_small_file_with_many_groups_is_rejected_before_it_is_searched(tmp_pat
     opened = []
     real = guard.h5o.open
     monkeypatch.setattr(guard.h5o, "open", lambda *a, **k: opened.append(a) or real(*a, **k))
-    with pytest.raises(StoreError, match="groups and arrays"):
+    with pytest.raises(StoreError, match=naming("groups and arrays")):
         checkpoint.read_node(path, 0)
     assert len(opened) < 100
 

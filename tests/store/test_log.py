@@ -16,7 +16,7 @@ import pytest
 from mpigossip.analysis.report import table
 from mpigossip.store import StoreError, journal, log
 from mpigossip.store.log import Column, read
-from tests.cases import on_each
+from tests.cases import naming, on_each
 from tests.launch import warmed
 from tests.store.examples import COLUMNS, evaluation, log_values, log_writer, write_log
 
@@ -103,7 +103,7 @@ def test_the_same_evaluation_again_replaces_it(tmp_path):
     out = log_writer(tmp_path / "log.h5")
     out.evaluation(evaluation(10, 3))
     out.evaluation(evaluation(10, 3) | {"accuracy": 0.9})
-    with pytest.raises(ValueError, match="ascend from step 10, but this one is at step 9"):
+    with pytest.raises(ValueError, match=naming("step 10", "step 9")):
         out.evaluation(evaluation(9, 3))
     got = read(tmp_path / "log.h5").evaluations
     assert got["step"].tolist() == [10] and got["accuracy"].tolist() == [0.9]
@@ -149,14 +149,14 @@ def test_invalid_calls_are_rejected_and_change_nothing(tmp_path):
     out.append(log_values(range(5), 3))
     before = path.read_bytes()
     good = log_values(range(5, 7), 3)
-    for invalid, match in (
+    for invalid, named in (
         ({"loss": good["loss"]}, "append needs"),
         (good | {"more": good["loss"]}, "append needs"),
-        (log_values(range(5, 7), 4), r"\(2, 4\), but must have \(2, 3\)"),
-        (good | {"step": np.array([4, 5])}, "ascend from 5"),
-        (good | {"step": np.array([6, 6])}, "ascend from 5"),
+        (log_values(range(5, 7), 4), ("(2, 4)", "(2, 3)")),
+        (good | {"step": np.array([4, 5])}, ("ascend", "5")),
+        (good | {"step": np.array([6, 6])}, ("ascend", "5")),
     ):
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(ValueError, match=naming(named)):
             out.append(invalid)
     assert path.read_bytes() == before
     out.append(log_values([], 3))
@@ -170,7 +170,7 @@ def test_earlier_and_damaged_logs_are_renamed(tmp_path, caplog):
     assert len(read(path).steps["loss"]) == 5
     assert len(read(tmp_path / "log.h5.1").steps["loss"]) == 20
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(StoreError, match=r"log\.h5 can't be used"):
+    with pytest.raises(StoreError, match=naming("log.h5", "can't be used")):
         read(path)
     caplog.clear()
     got = write_log(path, steps=15, first_step=10)
@@ -179,7 +179,7 @@ def test_earlier_and_damaged_logs_are_renamed(tmp_path, caplog):
     path.unlink()
     with h5py.File(path, "w") as other:
         other["x"] = 1
-    with pytest.raises(StoreError, match="not the log of a run"):
+    with pytest.raises(StoreError, match=naming("not the log")):
         read(path)
     write_log(path, steps=15, first_step=10)
     assert (tmp_path / "log.h5.3").exists()
@@ -194,7 +194,7 @@ def append_to(path):
 @on_each(
     ("call", "name", "message"),
     [
-        (read, "no.h5", r"no\.h5 doesn't exist"),
+        (read, "no.h5", ("no.h5", "doesn't exist")),
         (read, "text", "can't be used"),
         (log_writer, "text/log.h5", "can't be written"),
         (append_to, "long" * 100, "can't be written"),  # an error other than FileNotFoundError
@@ -203,7 +203,7 @@ def append_to(path):
 def test_files_that_are_not_logs(tmp_path, call, name, message):
     """The only file before is a text."""
     (tmp_path / "text").write_text("text")
-    with pytest.raises(StoreError, match=message):
+    with pytest.raises(StoreError, match=naming(message)):
         call(tmp_path / name)
 
 
@@ -443,7 +443,7 @@ def test_a_flush_costs_the_same_however_long_the_log(tmp_path):
 def test_a_log_without_losses_is_rejected(tmp_path):
     path = tmp_path / "log.h5"
     log_writer(path, columns={"kind": COLUMNS["kind"]}).append({"kind": np.zeros((2, 3), np.int8)})
-    with pytest.raises(StoreError, match='its column "steps/loss" is missing'):
+    with pytest.raises(StoreError, match=naming('"steps/loss"', "missing")):
         read(path)
 
 
@@ -470,12 +470,12 @@ def test_entries_of_another_type_are_rejected(tmp_path):
         if summary is complete:
             assert table(read(path))
             continue
-        with pytest.raises(StoreError, match="can't be used"):
+        with pytest.raises(StoreError, match=naming("can't be used")):
             read(path)
     for environment in ("[]", '{"host": 3}', "3"):
         write_log(path := tmp_path / f"{len(environment)}.h5")
         with h5py.File(path, "r+") as file:
             file.attrs["environment"] = np.bytes_(environment)
             del file.attrs["checksum"]
-        with pytest.raises(StoreError, match="can't be used"):
+        with pytest.raises(StoreError, match=naming("can't be used")):
             read(path)

@@ -17,6 +17,7 @@ from mpigossip.store.manifest import Entry
 from mpigossip.store.node_reader import open_node
 from mpigossip.store.node_state import NodeState
 from mpigossip.store.tensor_files import BFLOAT16, Tensor, divide, of_array, write
+from tests.cases import naming
 
 KINDS = ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "?", ">f4")
 ABOUT = {"job": "", "step": "1"}
@@ -87,7 +88,7 @@ def test_files_of_other_programs_are_not_removed(tmp_path):
     write(out, tensors, {"format": "pt"}, 40)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     for most in (None, 80):
-        with pytest.raises(StoreError, match="written by another program.*--out"):
+        with pytest.raises(StoreError, match=naming("another program", "--out")):
             write(out, tensors, ABOUT, most)
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -100,7 +101,7 @@ def test_a_failure_changes_no_file(tmp_path):
     good = of_array("a", np.ones(10, np.float32))
     write(out, [good], ABOUT)
     before = out.read_bytes()
-    with pytest.raises(StoreError, match="damaged"):
+    with pytest.raises(StoreError, match=naming("damaged")):
         write(out, [good, Tensor("b", "F32", (10,), fail)], ABOUT, 40)
     assert [*tmp_path.iterdir()] == [out] and out.read_bytes() == before
 
@@ -162,7 +163,7 @@ def test_an_error_of_fsync_removes_no_earlier_export(tmp_path, monkeypatch):
 
 def test_a_dtype_that_the_format_lacks_is_rejected(tmp_path):
     tensor = of_array("x", np.zeros(2, np.complex128))
-    with pytest.raises(StoreError, match='"x" has the dtype complex128'):
+    with pytest.raises(StoreError, match=naming('"x"', "complex128")):
         write(tmp_path / "model.safetensors", [tensor], ABOUT)
     assert not [*tmp_path.iterdir()] and (tensor.read() == 0).all()
 
@@ -227,10 +228,10 @@ def test_parameters_of_several_files_are_read_piece_by_piece(tmp_path, count):
 
 def test_an_error_of_the_caller_is_not_attributed_to_the_checkpoint(tmp_path):
     entries, _ = node_files(tmp_path, 1)
-    with pytest.raises(OSError, match="No space left"), open_node(tmp_path, entries, 1):
+    with pytest.raises(OSError, match=naming("No space left")), open_node(tmp_path, entries, 1):
         raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
     (tmp_path / entries[0].file).write_bytes(b"")
-    with pytest.raises(StoreError, match="has 0 bytes"), open_node(tmp_path, entries, 1):
+    with pytest.raises(StoreError, match=naming("0 bytes")), open_node(tmp_path, entries, 1):
         pass
 
 

@@ -16,6 +16,7 @@ from mpigossip.store import StoreError
 from mpigossip.store.dataset import open_dataset, pack, show
 from mpigossip.store.log import read
 from mpigossip.training import assemble
+from tests.cases import naming
 from tests.jobs import train
 
 WORDS = "gossip averages neighbours; größer, “quoted”, 日本語 and a café. "
@@ -153,23 +154,27 @@ def test_losses_are_logged_per_byte(bpe, plain, tmp_path):
 @pytest.mark.parametrize(
     ("text", "more", "message"),
     [
-        (b"", {}, "is empty; name a file or folder with text"),
+        (b"", {}, "empty"),
         (
             b"ab\xffcd" * 40,
             {"tokenizer": "bpe"},
-            r"is not UTF-8: byte 0xff at 2; .*--tokenizer byte",
+            ("UTF-8", "0xff at 2", "--tokenizer byte"),
         ),
-        ("é".encode() * 90 + b"\xe9\n", {"tokenizer": "bpe"}, "is not UTF-8: byte 0xe9 at 180;"),
-        (b"abc", {"tokenizer": "words"}, "--tokenizer 'words': .* byte, bpe"),
-        (b"abc", {"tokenizer": "bpe", "vocabulary": 256}, "--vocabulary 256: .* 257 to 65536"),
-        (b"abc", {"tokenizer": "bpe", "vocabulary": 70_000}, "--vocabulary 70000: .* 257 to 65536"),
+        ("é".encode() * 90 + b"\xe9\n", {"tokenizer": "bpe"}, ("UTF-8", "0xe9 at 180")),
+        (b"abc", {"tokenizer": "words"}, ("--tokenizer 'words'", "byte, bpe")),
+        (b"abc", {"tokenizer": "bpe", "vocabulary": 256}, ("--vocabulary 256", "257 to 65536")),
+        (
+            b"abc",
+            {"tokenizer": "bpe", "vocabulary": 70_000},
+            ("--vocabulary 70000", "257 to 65536"),
+        ),
     ],
 )
 def test_invalid_texts_and_options_are_rejected(tmp_path, text, more, message):
     if "UTF-8" in message:
         pytest.importorskip("tokenizers")
     (tmp_path / "x.txt").write_bytes(text)
-    with pytest.raises(StoreError, match=message):
+    with pytest.raises(StoreError, match=naming(message)):
         pack(tmp_path / "x.txt", tmp_path / "x.h5", text=True, **more)
     assert not (tmp_path / "x.h5").exists()
 
@@ -177,36 +182,36 @@ def test_invalid_texts_and_options_are_rejected(tmp_path, text, more, message):
 def test_without_the_library_the_message_has_a_remedy(tmp_path, monkeypatch):
     (tmp_path / "x.txt").write_text("abc" * 50)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(StoreError, match=r"pip install 'mpigossip\[text\]', or pack with"):
+    with pytest.raises(StoreError, match=naming("pip install 'mpigossip[text]'")):
         pack(tmp_path / "x.txt", tmp_path / "x.h5", text=True, tokenizer="bpe")
     assert pack(tmp_path / "x.txt", tmp_path / "x.h5", text=True).exists()
 
 
 def test_a_tokenizer_is_for_text(tmp_path):
-    with pytest.raises(StoreError, match="none is not a folder; .*train/CLASS"):
+    with pytest.raises(StoreError, match=naming("none", "train/CLASS")):
         pack(tmp_path / "none", tmp_path / "x.h5")
-    with pytest.raises(StoreError, match="--tokenizer 'bpe' is for text"):
+    with pytest.raises(StoreError, match=naming("--tokenizer 'bpe'")):
         pack(tmp_path, tmp_path / "x.h5", tokenizer="bpe")
-    with pytest.raises(StoreError, match="--vocabulary 300"):
+    with pytest.raises(StoreError, match=naming("--vocabulary 300")):
         pack(tmp_path, tmp_path / "x.h5", text=True, vocabulary=300)
 
 
 @pytest.mark.parametrize("windows", ["joined", "apart"])
 def test_a_window_longer_than_the_text_is_rejected(plain, windows):
-    remedy = 'data.windows = "joined" or pack' if windows == "apart" else "smaller or pack"
-    with pytest.raises(JobError, match=f"data.context \\+ 1 = 100001: .*{remedy} more text"):
+    remedy = 'data.windows = "joined"' if windows == "apart" else "smaller"
+    with pytest.raises(JobError, match=naming("data.context + 1 = 100001", remedy)):
         source(Data(source=str(plain), context=100_000, windows=windows), 0)
 
 
 def test_another_tokenizer_and_another_vocabulary_are_rejected(bpe, plain, tmp_path):
     named = Data(source=str(bpe), context=16, tokenizer="bpe-400-00000000")
-    with pytest.raises(JobError, match=r'data.tokenizer = "bpe-400-00000000": .* "bpe-400-'):
+    with pytest.raises(JobError, match=naming('data.tokenizer = "bpe-400-00000000"', bpe.name)):
         source(named, 0)
     assert source(Data(source=str(plain), context=16, tokenizer="byte"), 0).classes == 256
     small = job(bpe, tmp_path, "model.name=tests.store.test_tokens:bytes_only", "model.layers=none")
     with (
         SingleProcess() as world,
-        pytest.raises(JobError, match=r"model.name = .* 0 … 399 \(index out of range"),
+        pytest.raises(JobError, match=naming("model.name", "0 … 399", "index out of range")),
     ):
         assemble.assemble(small, world, 2)
 
@@ -235,11 +240,11 @@ def test_a_damaged_tokenizer_is_rejected(bpe, tmp_path):
         file.attrs["tokenizer"] = np.bytes_("bpe-400-12345678")
 
     for change, message in (
-        (letter, "its tokenizer is bpe-400-.* tokenizer is bpe-400-"),
-        (renamed, "tokenizer is bpe-400-12345678"),
-        (length, "400 tokens.* 1 to 65536"),
+        (letter, ("its tokenizer", "its attribute")),
+        (renamed, ("its attribute", "bpe-400-12345678")),
+        (length, ("400 tokens", "1 to 65536")),
     ):
-        with pytest.raises(StoreError, match=message):
+        with pytest.raises(StoreError, match=naming(message)):
             open_dataset(damaged(bpe, tmp_path / "bad.h5", change))
 
 

@@ -32,7 +32,7 @@ from mpigossip.studies.running import Runner, RunResult
 from mpigossip.studies.search import Trial, best_rate, chosen
 from mpigossip.studies.seeds import confidence_band, interval, many_to_one
 from tests import launch
-from tests.cases import on_each
+from tests.cases import naming, on_each
 from tests.launch import REPO
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -283,9 +283,8 @@ def test_the_command_and_the_function_give_the_same_tables_and_curves(job_folder
     Path("study.toml").write_text(text + "\n".join(lines))
     assert cli.main(["study", "study.toml", "--out", "out"]) == 0
     output = capsys.readouterr().out
-    best, *equal = re.search("best by accuracy: (.*)", output)[1].split(
-        "; not significantly different from it: "
-    )
+    line = re.search("best by accuracy: (.*)", output)[1]
+    best, *equal = re.split("; not significantly [^:]*: ", line)
     named = equal[0].split("; ") if equal else []
     names = {"one, 2", "one, 3", "two & a half, 2", "two & a half, 3"}
     assert best in names and {*named} <= names - {best}
@@ -319,9 +318,9 @@ def test_the_command_and_the_function_give_the_same_tables_and_curves(job_folder
         figure = study.plot("consensus_distance", x, out=job_folder / f"{x}.png")
         assert len(figure.axes[0].lines) == 4 and (job_folder / f"{x}.png").stat().st_size > 5000
     assert figure._repr_png_()[1:4] == b"PNG" and "<pre>" in study._repr_html_()
-    with pytest.raises(JobError, match='y = "beauty"'):
+    with pytest.raises(JobError, match=naming('y = "beauty"')):
         study.plot("beauty")
-    with pytest.raises(JobError, match="choose one of text, csv, latex"):
+    with pytest.raises(JobError, match=naming("text, csv, latex")):
         study.table("html")
 
 
@@ -399,21 +398,21 @@ def test_few_seeds_and_a_single_node_are_reported():
         return [line for line in study.table().splitlines() if line.startswith("warning: ")]
 
     (one,) = warnings(study_of([[run_of(0.9)]]))
-    assert "one seed: there are no intervals and no test" in one and "seeds = 3" in one
+    assert "one seed: " in one and "seeds = 3" in one
     (two,) = warnings(study_of([[run_of(0.97), run_of(0.971)]]))
-    assert "2 seeds: intervals have one degree of freedom" in two and "12.7" in two
+    assert "one degree of freedom" in two and "12.7" in two
     assert warnings(study_of([[run_of(0.97), run_of(0.971), run_of(0.97)]])) == []
     point = Cell((), (), 1)
     runs = {(point, None, seed): run_of(0.97) for seed in range(3)}
     (alone,) = warnings(Study([point], {point: None}, range(3), runs, None, (), {}, Path()))
-    assert alone.startswith("warning: n = 1: a single node exchanges nothing")
+    assert alone.startswith("warning: n = 1")
 
 
 def test_an_error_in_the_settings_of_a_point_names_the_point(job_folder):
     methods = {"good": "graph.name=ring", "Misspelt": "graph.name=rnig"}
-    with pytest.raises(JobError, match=r'^Misspelt_n3: graph.name = "rnig": unknown graph; did'):
+    with pytest.raises(JobError, match=naming("Misspelt_n3", 'graph.name = "rnig"')):
         small({"method": methods})
-    with pytest.raises(JobError, match=r'^graph.name = "rnig": unknown graph'):  # of all points
+    with pytest.raises(JobError, match=naming('graph.name = "rnig"')):  # of all points
         small({"algorithm.name": ["dsgd"]}, settings=[*SMALL, "graph.name=rnig"])
 
 
@@ -466,10 +465,7 @@ def test_no_row_is_bold_if_all_are_equal_and_a_column_has_equal_decimals():
         [[run_of(0.9, 1.0), run_of(0.8, 2.0)], [run_of(0.91, 0.1), run_of(0.79, 0.11)]]
     )
     latex = study.table("latex")
-    assert (
-        "mathbf" not in latex
-        and "% no point is significantly different from the best accuracy" in latex
-    )
+    assert "mathbf" not in latex and "% no point is significantly" in latex
     losses = [line.split("&")[2].strip(" $") for line in latex.splitlines() if "method" in line][1:]
     assert losses == [r"1.5 \pm 6.4", r"0.1 \pm 0.1"]
     sent = study_of([[run_of(0.9, sent=9_876_543)], [run_of(0.9, sent=123_456_789)]]).table()
@@ -479,7 +475,7 @@ def test_no_row_is_bold_if_all_are_equal_and_a_column_has_equal_decimals():
 def test_the_complete_runs_of_a_study_have_a_table_and_a_copied_folder_is_complete(
     job_folder, capsys
 ):
-    with pytest.raises(Failure, match="none of 4 runs is complete"):
+    with pytest.raises(Failure, match=naming("none of 4 runs")):
         small(partial=True)
     small({"algorithm.name": ["dsgd"], "graph.name": ["ring"]})
     small({"algorithm.name": ["dmsgd"], "graph.name": ["ring"]}, seeds=1)
@@ -487,8 +483,8 @@ def test_the_complete_runs_of_a_study_have_a_table_and_a_copied_folder_is_comple
     table = small(partial=True)
     assert [row["seeds"] for row in table.rows] == [2, 1]
     assert [row["diverged"] for row in table.rows] == [0, 0]
-    assert "only 1 of 2 seeds are complete" in table.table()
-    assert "of the mean of up to 2 seeds" in table.table()
+    assert "1 of 2 seeds" in table.table()
+    assert "of up to 2 seeds" in table.table()
     assert "warning: one seed: " in table.table()
     assert "diverged" not in table.table() and table.ties() == []
     table.plot()
@@ -501,7 +497,7 @@ def test_the_complete_runs_of_a_study_have_a_table_and_a_copied_folder_is_comple
     Path("study.toml").write_text(text + "\n".join(lines))
     assert cli.main(["study", "study.toml", "--partial"]) == 0
     assert capsys.readouterr().out == f"{table.table()}\n"
-    with pytest.raises(Failure, match=r"4 of 4 runs are missing \(3 with other settings: run.ep"):
+    with pytest.raises(Failure, match=naming("4 of 4 runs", "3 with other", "run.epochs")):
         small(settings=[*SMALL, "run.epochs=3"], processes=0)
 
 
@@ -530,27 +526,27 @@ class EndingRunner(Runner):
 def test_ends_of_runs(job_folder, capsys):
     cell = Cell((("method", "a"),), (), 3)
     keys = [(cell, None, seed) for seed in (0, 1, 2)]
-    with pytest.raises(Failure, match="ended with code 1: mpigossip: the loss of node"):
+    with pytest.raises(Failure, match=naming("code 1", "loss of node")):
         EndingRunner(
             "failed", 1, "mpigossip: the loss of node 3 is in the text of another failure"
         ).fill(keys)
     first, ended, *_ = capsys.readouterr().out.splitlines()
-    assert first.startswith("failed: 3 of 3 runs are missing; up to 2 ")
+    assert first.startswith("failed: 3 of 3 runs ")
     assert re.fullmatch(r"\[1/3\] failed/.*: [\d.]+ s; about .* remain", ended)
     runner = EndingRunner("lost", running.LOST, "mpigossip: anything")
-    with pytest.raises(Failure, match="its log is not complete"):  # it does not exist
+    with pytest.raises(Failure, match=naming("log", "not complete")):  # it does not exist
         runner.fill(keys)
     assert [(path / "diverged.txt").exists() for path in runner.started] == [True] * 3
     small, large = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, large))
     try:
-        with pytest.raises(StoreError, match="full can't be written: File too large; free space"):
+        with pytest.raises(StoreError, match=naming("full", "File too large")):
             EndingRunner("full", 1).fill(keys)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (small, large))
     with (
         lock(Path("two"), "output") as _,
-        pytest.raises(JobError, match='output: "two" is in use by'),
+        pytest.raises(JobError, match=naming('output: "two"', "in use")),
     ):
         (busy := EndingRunner("two", 0)).fill(keys)
     assert not busy.started
@@ -648,12 +644,10 @@ def test_a_table_explains_its_numbers_and_lists_diverged_runs():
     assert text[3].endswith("  †") and text[6] == "† 2 of 2 diverged late; no tried rate converged"
     assert text[9:] == [line.removeprefix("% ") for line in comments.splitlines()[:4]]
     single = study_of([[run_of(0.9)]]).table("latex")
-    assert single.startswith(
-        "% one seed, no intervals; n = 3, 40 steps\n"
-        "% warning: one seed: there are no intervals and no test of significance: use at least "
-        "seeds = 3\n"
-        "% bold: the best accuracy\n"
-    )
+    first, second, third, *_ = single.splitlines()
+    assert first.startswith("% one seed") and "n = 3, 40 steps" in first
+    assert second.startswith("% warning: one seed") and "seeds = 3" in second
+    assert third.startswith("% bold: ") and "accuracy" in third
     assert r"$\mathbf{0.9000}$" in single
 
 
@@ -661,23 +655,23 @@ def test_a_table_explains_its_numbers_and_lists_diverged_runs():
     ("grid", "options", "words"),
     [
         ({"graph.weight": ["ring"]}, {}, "graph.weight"),
-        ({"method": ["dsgd"]}, {}, '"method" is not a setting'),
+        ({"method": ["dsgd"]}, {}, ('"method"', "setting")),
         ({"graph.name": "ring"}, {}, "graph.name = 'ring'"),
         ({"algorithm.beta": 0.9}, {}, "algorithm.beta = 0.9"),
-        ({}, {"nodes": "8"}, "nodes = '8': needs a whole number"),
-        ({}, {"seeds": 2.5}, "seeds = 2.5: needs a whole number"),
-        ({}, {"seeds": 0}, r"seeds = \[\]"),
-        ({"algorithm.name": ["decentlam", "dsgd"]}, {}, "static"),
-        ({}, {"nodes": [0]}, "at least 1"),
+        ({}, {"nodes": "8"}, ("nodes = '8'", "whole number")),
+        ({}, {"seeds": 2.5}, ("seeds = 2.5", "whole number")),
+        ({}, {"seeds": 0}, "seeds = []"),
+        ({"algorithm.name": ["decentlam", "dsgd"]}, {}, ('"decentlam"', "static")),
+        ({}, {"nodes": [0]}, ("0", "1")),
         ({}, {"rates": "best"}, '"search"'),
         ({}, {"rates": np.array([0.1, -1])}, "above 0"),
         ({}, {"rates": ["0.1", 0.2]}, "above 0"),
-        ({"run.epochs": [1, 1]}, {}, "the same labels"),
-        ({"lr": {"low": "schedule.lr=0.01"}}, {}, "is a column of the table"),
+        ({"run.epochs": [1, 1]}, {}, "same labels"),
+        ({"lr": {"low": "schedule.lr=0.01"}}, {}, ('"lr"', "column")),
     ],
 )
 def test_invalid_arguments_are_rejected_before_any_run(job_folder, grid, options, words):
-    with pytest.raises(JobError, match=words):
+    with pytest.raises(JobError, match=naming(words)):
         small(grid, **options)
     assert not Path("runs").exists()
 
@@ -698,9 +692,9 @@ def test_incompatible_points_can_be_left_out(job_folder):
 @pytest.mark.every
 def test_a_folder_of_another_study_is_not_overwritten(job_folder):
     small({}, seeds=1)
-    with pytest.raises(Failure, match="holds a run of another job"):
+    with pytest.raises(Failure, match=naming("another job")):
         small({}, seeds=1, settings=[*SMALL, "run.epochs=3"])
-    with pytest.raises(JobError, match='judge = "beauty".*accuracy'):
+    with pytest.raises(JobError, match=naming('judge = "beauty"', "accuracy")):
         small({}, seeds=1, judge="beauty")
 
 

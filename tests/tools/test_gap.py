@@ -103,7 +103,7 @@ def row(distance, *values):
         (0.5, [], "below a distance of 0.60 %"),
         (0.0, [], "includes 0 or less"),
         (-0.5, [], "includes 0 or less"),
-        (0.5, [row(0.1, 0.9, 0.91, 0.92, 0.9, 0.9)], "thumb follows; against it: at 0.1"),
+        (0.5, [row(0.1, 0.9, 0.91, 0.92, 0.9, 0.9)], "against it: at 0.1"),
     ],
 )
 def test_the_rule_of_thumb_can_fail(slope, more, words):

@@ -12,7 +12,7 @@ import torch
 
 from mpigossip.mixing import lossy_wires, wire
 from mpigossip.mixing.kernels import gpu_random
-from tests.cases import on_each
+from tests.cases import naming, on_each
 from tests.mixing.kernels import on_cpu
 from tests.mixing.kernels.test_gpu_sum import compiled, fact, read, toolkit  # noqa: F401
 
@@ -76,7 +76,7 @@ def test_an_unusable_kernel_is_reported_once(monkeypatch):
     monkeypatch.setattr(gpu_random, "draws_words_of_cpu", lambda device: False)
     gpu_random.usable.cache_clear()
     device = torch.device("cuda:0")
-    with pytest.warns(UserWarning, match="draws random numbers is not used on cuda:0: it computes"):
+    with pytest.warns(UserWarning, match=naming("random numbers", "cuda:0")):
         assert not gpu_random.usable(device)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
