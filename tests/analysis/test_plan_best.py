@@ -254,9 +254,10 @@ def test_the_costs_of_each_style_are_quotients_of_the_losses_of_their_job():
         (line,) = [
             line
             for line in page.splitlines()
-            if f"style `{row.style}`" in line and "0.2 million parameters" in line and "seed" in line
+            if f"style `{row.style}`" in line and "0.2 million" in line and "seed" in line
         ]
-        assert "1 seed |" in line and row.model.endswith("1 seed") and f"{row.cost} % higher" in line
+        assert "1 seed |" in line and row.model.endswith("1 seed")
+        assert f"{row.cost} % higher" in line
 
 
 def test_a_measurement_with_the_style_of_the_job_is_preferred():
