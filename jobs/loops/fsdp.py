@@ -48,11 +48,7 @@ def main():
     parser.add_argument("--text", type=Path, default=Path(__file__))
     parser.add_argument("--out", type=Path, default=Path("runs/fsdp"))
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
-    parser.add_argument(
-        "--wire",
-        default="fp32",
-        help='format of messages, such as "bf16" (its loss was not measured)',
-    )
+    parser.add_argument("--wire", default="fp32", help='messages; the loss with "bf16" is unknown')
     options = parser.parse_args()
     ranks_per_node = options.ranks_per_node
     if ranks_per_node != "host":

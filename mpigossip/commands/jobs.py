@@ -210,8 +210,8 @@ def _print_job(options, site: Site) -> None:
     data = job.data.source
     if not (data in SOURCES or is_user_code(data) or Path(data).expanduser().exists()):
         print_safe(
-            f'mpigossip: data.source = "{data}": there is no such file on this host, and the job reads '
-            "it on the compute hosts; make it with `mpigossip data pack`, or name it by "
+            f'mpigossip: data.source = "{data}": there is no such file on this host, and the job '
+            "reads it on the compute hosts; make it with `mpigossip data pack`, or name it by "
             "data.source=PATH",
             file=sys.stderr,
         )
