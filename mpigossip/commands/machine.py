@@ -382,7 +382,10 @@ def _device_hint(options, what, machine, rows) -> str:
         encode_rate=factor * machine.encode_rate,
         decode_rate=factor * machine.decode_rate,
     )
-    return device_hint(what, rows, options.nodes[-1], more, _with_gpu(machine, more))
+    machine = _with_gpu(machine, more)
+    per_tensor = options.collectives == "tensors"
+    n = options.nodes[-1]
+    return device_hint(what, rows, n, more, machine, options.period, per_tensor)
 
 
 def _check_plan(options) -> None:

@@ -98,7 +98,13 @@ def text(
 
 
 def device_hint(
-    what: Subject, rows: Sequence[Prediction], n: int, more: Subject, machine: Machine
+    what: Subject,
+    rows: Sequence[Prediction],
+    n: int,
+    more: Subject,
+    machine: Machine,
+    period: float | None = None,
+    per_tensor: bool = False,
 ) -> str:
     """Return a sentence that names more devices per node if they make a row of the text faster.
 
@@ -109,6 +115,8 @@ def device_hint(
     :param n: number of nodes
     :param more: the job with more devices per node
     :param machine: costs of a machine with these devices
+    :param period: mean period of an adaptive cadence, with which the rows were predicted
+    :param per_tensor: whether the rows count one global average per tensor
     :returns: the sentence; "" if no row becomes much faster
     """
     shown = choices(what.job, bf16=what.module.element_size == 2)
@@ -116,7 +124,7 @@ def device_hint(
     for row in rows:
         if row.nodes != n or row.choice not in shown:
             continue
-        faster = predict(more, machine, row.choice, n, 0)
+        faster = predict(more, machine, row.choice, n, 0, period, per_tensor)
         if faster is not None:
             gains.append((row.step_s / faster.step_s, row, faster))
     if not gains:
