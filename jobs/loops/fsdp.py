@@ -47,7 +47,8 @@ def main():
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--text", type=Path, default=Path(__file__))
     parser.add_argument("--out", type=Path, default=Path("runs/fsdp"))
-    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
+    parser.add_argument("--wire", default="fp32", help='messages; the loss with "bf16" is unknown')
     options = parser.parse_args()
     ranks_per_node = options.ranks_per_node
     if ranks_per_node != "host":
@@ -59,7 +60,7 @@ def main():
     model = shard(GPT().to(device), world.node_mesh(), options.bf16)  # <-
     optimizer = configure(model)
     # The style "awc" sends the shards during forward and backward, which do not change them.
-    options_of_run = {"style": "awc", "wire": "bf16" if options.bf16 else "fp32"}
+    options_of_run = {"style": "awc", "wire": options.wire}
     options_of_run |= {"run": options.out, "steps": options.steps}
     optimizer = mpigossip.Gossip(world, model, optimizer, **options_of_run)  # <-
     data = torch.tensor(list(options.text.read_bytes()))

@@ -172,6 +172,8 @@ def _print_job(options, site: Site) -> None:
     from mpigossip.cluster import batch
     from mpigossip.cluster.local_devices import slots_of
     from mpigossip.config import JobError
+    from mpigossip.config.user_code import is_user_code
+    from mpigossip.data.sources import SOURCES
     from mpigossip.training import assemble
 
     job = assemble.load(options.job, options.settings, resolve=False)
@@ -203,6 +205,14 @@ def _print_job(options, site: Site) -> None:
         print_safe(
             f'mpigossip: node.devices = "{job.node.devices}" leaves the {site.gpus} GPUs of a host '
             f"idle; node.devices={'auto' if ranks > 1 else f'cuda:0-{site.gpus - 1}'} uses them",
+            file=sys.stderr,
+        )
+    data = job.data.source
+    if not (data in SOURCES or is_user_code(data) or Path(data).expanduser().exists()):
+        print_safe(
+            f'mpigossip: data.source = "{data}": there is no such file on this host, and the job '
+            "reads it on the compute hosts; make it with `mpigossip data pack`, or name it by "
+            "data.source=PATH",
             file=sys.stderr,
         )
     if job.checkpoint.every_steps == 0:

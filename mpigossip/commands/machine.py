@@ -199,6 +199,8 @@ SIZED = {
     "node": {"devices": "cuda:0"},
 }
 """Job of `plan --parameters`: gossip whose messages are sent during forward and backward."""
+GPUS_OF_A_HOST = 8
+"""Number of GPUs per node of which `plan` gives a hint if the job names fewer."""
 PLAN = """
 mpigossip plan --parameters 1.3B --nodes 8 --compute 250ms --bandwidth 50GB/s
 srun -N 4 mpigossip plan imagenet-resnet50 --nodes 4,16 --out p.png
@@ -346,13 +348,44 @@ def _tables(options, what, machine, epochs, note) -> None:
     if options.json:
         print_safe(json.dumps(as_json(what, machine, rows, epochs)))
         return
-    print_safe(text(what, machine, rows, options.nodes, epochs, note))
+    hint = _device_hint(options, what, machine, rows)
+    print_safe(text(what, machine, rows, options.nodes, epochs, note, hint))
     if options.queue is not None:
         warning = queue_warning(options.transport, machine.bandwidth, options.queue)
         if warning:
             print_safe("\n" + textwrap.fill(warning, 78))
     if options.out:
         print_safe(options.out)
+
+
+def _device_hint(options, what, machine, rows) -> str:
+    """Return a sentence on more GPUs per node; "" if they make no row of the text much faster.
+
+    :param options: parsed options of `plan`
+    :param what: subject of the plan, as :func:`_subject` returns it
+    :param machine: measured or given properties of the machine
+    :param rows: predictions
+    """
+    from mpigossip.analysis.plan.report import device_hint
+    from mpigossip.cluster.local_devices import slots_of
+
+    on_gpus = slots_of(what.job.node.devices)[0].startswith("cuda")
+    if not on_gpus or what.slots >= GPUS_OF_A_HOST or what.job.node.ranks_per_node != 1:
+        return ""
+    devices = f"cuda:0-{GPUS_OF_A_HOST - 1}"
+    job = replace(what.job, node=replace(what.job.node, devices=devices))
+    more = _subject(options, job)[0]
+    factor = more.slots / what.slots  # Each slot handles its own shard.
+    machine = replace(
+        machine,
+        combine_rate=factor * machine.combine_rate,
+        encode_rate=factor * machine.encode_rate,
+        decode_rate=factor * machine.decode_rate,
+    )
+    machine = _with_gpu(machine, more)
+    per_tensor = options.collectives == "tensors"
+    n = options.nodes[-1]
+    return device_hint(what, rows, n, more, machine, options.period, per_tensor)
 
 
 def _check_plan(options) -> None:

@@ -24,6 +24,7 @@ from tests.cases import every, naming, on_each
 JOB = Path(__file__).parents[2] / "jobs" / "digits.toml"
 SLOW = Machine(10e-3, 1e-3, 2e-3, 50e-6, 2.5e6, 50e-6, 2.5e6, 1e9)
 """A step of 13 ms, and a network of 20 Mbit/s."""
+EIGHT = ("node.devices=cuda:0-7",)
 FAST = replace(SLOW, latency_s=1e-6, bandwidth=1e11, global_latency_s=1e-6, global_bandwidth=1e11)
 
 
@@ -337,6 +338,32 @@ def test_rates_of_adding_and_encoding_count_each_slot(capsys):
     assert rates(*given, "node.devices=cuda:0-3") == (400e9, 40e9, 40e9)
     assert rates(*given, "node.devices=cpu:2")[0] == 200e9
     assert rates(*given, "node.devices=cuda:0", "node.ranks_per_node=4")[0] == 400e9
+
+
+def test_a_hint_says_if_eight_gpus_would_make_a_row_faster(capsys):
+    words = ["plan", "--parameters", "1.3B", "--nodes", "8", "--compute", "250ms"]
+    words += ["--latency", "20us", "--bandwidth"]
+
+    def printed(*more):
+        assert not main([*words, *more])
+        return capsys.readouterr().out
+
+    def milliseconds(*more):
+        """Return the time of one-peer gossip with the wire bf16."""
+        row = printed("100Gbit", *more).partition("at 8 nodes")[2].partition("wire bf16")[2]
+        return row.split()[0]
+
+    one = milliseconds()
+    eight = milliseconds(*EIGHT)
+    (hint,) = re.findall(r"^hint: .*?\n\n", printed("100Gbit"), re.DOTALL | re.MULTILINE)
+    hint = " ".join(hint.split())
+    assert "node.devices=cuda:0-7" in hint and f"takes {eight} instead of {one} ms" in hint
+    assert "one-peer-exponential + bf16" in hint and float(eight) < float(one)
+    gpu = printed("100Gbit", "--gpu", "h100")
+    assert "hint: " in gpu and "hint: " not in printed("100Gbit", "--gpu", "h100", *EIGHT)
+    assert "hint: " not in printed("100Gbit", *EIGHT)
+    assert "hint: " not in printed("100Mbit")  # encoding takes much less time than messages
+    assert "hint: " not in printed("100Gbit", "node.devices=cpu:1", "--sum", "300GB/s")
 
 
 def test_rows_name_the_period_of_their_cadence(capsys):

@@ -1,11 +1,13 @@
 """`mpigossip plan --best`: proposals for a network, and their commands."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mpigossip.analysis.plan import quality
 from mpigossip.analysis.plan.best import WITHIN, best, proposals, text
 from mpigossip.analysis.plan.quality import EVIDENCE, Accept, nearest
 from mpigossip.cli import main
@@ -226,14 +228,47 @@ def test_a_setting_of_the_job_that_excludes_a_proposal_is_named(what):
 def test_the_measured_costs_stand_on_their_pages():
     for evidence in EVIDENCE:
         page = (ROOT / evidence.page).read_text()
-        figure = f"{evidence.cost:.2f}"
         for shown in evidence.shown:
-            assert shown in page and figure in shown, evidence
+            figures = [float(figure) for figure in re.findall(r"-?\d+\.\d+", shown)]
+            assert shown in page and figures[0] == evidence.cost, evidence
             if evidence.interval:
                 low, high = (f"{end:.2f}" for end in evidence.interval)
                 assert f"[{low}, {high}]" in shown, evidence
         model = {"points": ("LeNet", "perceptron"), "%": ("GPT",)}[evidence.unit]
         assert evidence.model.startswith(model) and f"{evidence.nodes} " in page
+
+
+def test_the_costs_of_each_style_are_quotients_of_the_losses_of_their_job():
+    """The job file has the losses at each method's best rate; a page has the number of seeds."""
+    comments = (ROOT / "jobs/text-gpt.toml").read_text()
+    loss = {
+        "awc": re.search(r"this file +([\d.]+)", comments)[1],
+        "atc": re.search(r"algorithm.style=atc, .* ([\d.]+)", comments)[1],
+        "all-reduce": re.search(r"algorithm.name=parallel .*lr 0.012 +([\d.]+)", comments)[1],
+    }
+    page = (ROOT / "tools/docs/gpt-8x8.md").read_text()
+    rows = [evidence for evidence in EVIDENCE if evidence.page.endswith(".toml")]
+    assert {row.style for row in rows} == {"awc", "atc"}
+    for row in rows:
+        cost = 100 * (float(loss[row.style]) / float(loss["all-reduce"]) - 1)
+        assert row.cost == pytest.approx(cost, abs=0.05)
+        (line,) = [
+            line
+            for line in page.splitlines()
+            if f"style `{row.style}`" in line and "0.2 million" in line and "seed" in line
+        ]
+        assert "1 seed |" in line and row.model.endswith("1 seed")
+        assert f"{row.cost} % higher" in line
+
+
+def test_a_measurement_with_the_style_of_the_job_is_preferred():
+    settings = "algorithm.name=dsgd", "graph.name=one-peer-exponential", "local.name=adamw"
+    texts = JOB.with_name("text-gpt.toml")
+    expected = {("awc", 10**9): 3.4, ("atc", 10**9): 12.71, ("atc", 10**5): 0.8, ("awc", 10): 3.4}
+    for (style, parameters), cost in expected.items():
+        job = assemble.load(texts, [*settings, f"algorithm.style={style}"])
+        evidence = nearest(job, N, parameters)
+        assert (evidence.cost, evidence.style) == (cost, style)
 
 
 def test_the_nearest_measurement_has_the_same_method_and_task():
@@ -259,20 +294,24 @@ def test_the_nearest_measurement_has_the_same_method_and_task():
     assert cost(texts, *outer, "cadence.period=32", "cadence.fragments=4") is None
 
 
-def test_a_cost_that_was_measured_with_another_style_says_so(capsys):
+def test_a_cost_that_was_measured_with_another_style_says_so(monkeypatch, capsys):
+    """Without the measurements of the style of the job, the other style is used and named."""
     texts = str(JOB.with_name("text-gpt.toml"))
     command = ["plan", texts, "--nodes", "4", "--best", "--json", "--compute", "10ms"]
     command += ["--bandwidth", "1MB/s", "--coding", "1GB/s"]
-    costs = {}
-    for style in ("atc", "awc"):
+
+    def cost(style):
         settings = "algorithm.name=dsgd", f"algorithm.style={style}", "graph.name=ring"
         assert main([*command, *settings]) == 0
         rows = json.loads(capsys.readouterr().out)["4"]["proposals"]
-        costs[style] = next(
-            row["cost"] for row in rows if row["label"].startswith("dsgd, one-peer-e")
-        )
-    assert "12.71 % more loss" in costs["atc"] and "style" not in costs["atc"]
-    assert costs["awc"] == f"{costs['atc']}; measured with style atc, not awc"
+        return next(row["cost"] for row in rows if row["label"].startswith("dsgd, one-peer-e"))
+
+    assert "0.8 % more loss" in cost("atc") and "3.4 % more loss" in cost("awc")
+    assert "style" not in cost("atc") + cost("awc")
+    others = tuple(evidence for evidence in EVIDENCE if evidence.style != "awc")
+    monkeypatch.setattr(quality, "EVIDENCE", others)
+    assert "style" not in cost("atc")
+    assert cost("awc") == f"{cost('atc')}; measured with style atc, not awc"
 
 
 def test_a_cost_is_judged_by_the_upper_end_of_its_interval():

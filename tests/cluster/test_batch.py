@@ -706,6 +706,24 @@ def test_the_command_warns_if_there_is_no_periodic_checkpoint(alone, steps):
     assert ("add checkpoint.every_steps=" in done.stderr) == (steps == 0)
 
 
+def test_the_command_warns_if_the_data_are_not_on_this_host(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    given = ["--gpus", "4", "--nodes", "2", "--time", "10m", "data.source=corpus.h5"]
+    given += ["data.classes=10", "data.shape=[1, 8, 8]", "data.samples=100"]
+
+    def warnings(*settings):
+        assert main(["job", "generic-slurm", str(JOB), *given, *settings]) == 0
+        printed = capsys.readouterr()
+        assert printed.out.startswith("#!/bin/bash\n")
+        return [line for line in printed.err.splitlines() if "data.source" in line]
+
+    (warning,) = warnings()
+    assert '"corpus.h5"' in warning and "mpigossip data pack" in warning
+    assert not warnings("data.source=digits") and not warnings("data.source=mine:points")
+    (tmp_path / "corpus.h5").touch()
+    assert not warnings()
+
+
 def test_the_command_warns_of_idle_gpus(alone, tmp_path):
     given = ["node.devices=cpu:1", "--nodes", "2", "--time", "2h", "--account", "a", "--qos", "b"]
     done = alone("job", "perlmutter", JOB, *given, "--venv", str(tmp_path))

@@ -67,8 +67,10 @@ def test_the_loop_of_a_sharded_model_resumes_with_another_number_of_ranks(mpirun
         script = [sys.executable, SCRIPTS / "fsdp.py", "--out", tmp_path]
         done = mpirun(n, [*script, *words], timeout=120)
         assert done.returncode == 0, done.stderr
+        wires.append(re.findall(r"(\w+) on the wire", done.stdout))
         return float(re.search(r"averaged model (\S+)", done.stdout)[1])
 
+    wires = list[list[str]]()
     first = run(4, 2, 8)
     assert checkpoint.latest(tmp_path).name == "step-00000008"
     assert run(6, 3, 16) < first < 6.0  # ln 256 = 5.5 and the head's first scores
@@ -79,6 +81,8 @@ def test_the_loop_of_a_sharded_model_resumes_with_another_number_of_ranks(mpirun
     saved = load_file(tmp_path / "model.safetensors")
     assert saved["tokens.weight"].shape == (256, 64)
     run(4, 2, 20, "--bf16")
+    run(4, 2, 24, "--bf16", "--wire", "bf16")
+    assert wires == [[], [], [], ["bf16"]]  # --bf16 selects the type of the arithmetic only
 
 
 @pytest.mark.every

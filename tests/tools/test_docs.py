@@ -432,38 +432,61 @@ def test_the_study_of_the_readme_has_the_result_that_tutorial_3_shows():
     assert row.split()[2:5] == [shown[2], "±", shown[3]] and row.split()[-1] == shown[4]
 
 
-def test_the_times_of_each_style_on_the_page_of_a_gpt_are_what_plan_predicts(capsys):
+@pytest.mark.parametrize(("column", "compute"), [(2, 600), (3, 300)])
+def test_the_times_of_each_style_on_the_page_of_a_gpt_are_what_plan_predicts(
+    column, compute, capsys
+):
+    """The page has a command for each column of times."""
     page = PAGES["gpt-8x8"]
-    command = next(line for line in lines("gpt-8x8", ["bash"]) if "--compute 600ms" in line)
+    command = next(line for line in lines("gpt-8x8", ["bash"]) if f"--compute {compute}ms" in line)
 
-    def planned(*more):
-        assert cli.main([*shlex.split(command)[1:], *more, "--json"]) == 0
+    def planned(*more, line=command):
+        assert cli.main([*shlex.split(line)[1:], *more, "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
-    def milliseconds(rows, graph="one-peer-exponential", wire="fp32"):
+    def seconds(rows, graph="one-peer-exponential", wire="fp32"):
         chosen = [
             row
             for row in rows
             if (row["graph"], row["cadence"], row["wire"]) == (graph, "always", wire)
         ]
-        return f"{1e3 * chosen[0]['step_s']:,.0f}"
+        return chosen[0]["step_s"]
+
+    def milliseconds(rows, **choice):
+        return f"{1e3 * seconds(rows, **choice):,.0f}"
 
     own = planned()["rows"]
     table = page.partition("| method | wire |")[2].partition("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in row.strip("| ").split("|")] for row in table]
-    shown = {(row[0], row[1].strip("`")): row[2] for row in cells}
-    expected = {("all-reduce (DDP), gradients bf16", ""): milliseconds(own, ALL_REDUCE)}
+    shown = {(row[0], row[1].strip("`")): row[column] for row in cells}
+    float32 = planned("--dtype", "fp32")["rows"]
+    gradients = "all-reduce (DDP), gradients "
+    expected = {
+        (f"{gradients}bf16", ""): milliseconds(own, graph=ALL_REDUCE),
+        (f"{gradients}float32", ""): milliseconds(float32, graph=ALL_REDUCE),
+    }
     for style in ("awc", "atc"):
         rows = planned(f"algorithm.style={style}")["rows"]
         for wire in ("fp32", "bf16"):
             expected[f"`dsgd`, style `{style}`", wire] = milliseconds(rows, wire=wire)
+    line = command.replace(f"--compute {compute}ms", f"--compute {4 * compute}ms")
+    four = planned("algorithm.accumulate=4", line=line)["rows"]
+    (label,) = [row[0] for row in cells if "4 backward passes per step" in row[0]]
+    expected[label, ""] = f"{1e3 * seconds(four, graph=ALL_REDUCE) / 4:,.0f}"
     proposals = {row["label"]: row for row in planned("--best")["8"]["proposals"]}
     seldom = 1e3 * proposals["diloco, H = 32"]["step_s"]
     assert shown == expected | {("`diloco`, H = 32", "fp32"): f"{seldom:,.0f}"}
     assert proposals["dsgd, one-peer-exponential"]["style"] == "awc"  # as in the output of plan
+    assert proposals["all-reduce (DDP)"]["proposed"]
     assert not any("qsgd" in label or "H = 4" in label for label in proposals)
-    float32 = milliseconds(planned("--dtype", "fp32")["rows"], ALL_REDUCE)
-    assert f"Float32 gradients take {float32} ms" in " ".join(page.split())
+    if compute == 300:
+        gossip = f"{1e3 * seconds(four, wire='bf16') / 4:,.0f} ms with gossip and the wire bf16"
+        assert gossip in " ".join(page.split())
+    rank_per_gpu = ["--gpu", "h100", "node.devices=gpu:1", "node.ranks_per_node=8"]
+    rows = planned(*rank_per_gpu, "node.cuda_graphs=never")["rows"]
+    at = f"{milliseconds(rows, wire='bf16')} ms at {'25' if compute == 600 else '100'} Gbit/s"
+    assert at in " ".join(page.split())
+    assert milliseconds(rows, graph=ALL_REDUCE) in page
 
 
 def test_the_losses_and_the_memory_on_the_page_of_a_gpt_have_a_source():
@@ -480,6 +503,26 @@ def test_the_losses_and_the_memory_on_the_page_of_a_gpt_have_a_source():
     on_host = {"messages' host", "snapshot for checkpoints"}
     on_gpus = sum(count for name, count in memory.items() if name not in on_host)
     assert on_host < memory.keys() and f"messages: {on_gpus / 8 / 1e9:.3g} GB." in page
+    saved = memory["snapshot for checkpoints"] / 1e9
+    checkpoints = " ".join(page.partition("\n## Checkpoints\n")[2].split())
+    assert f"{saved:.3g} GB per node" in checkpoints and f"{8 * saved:.0f} GB for 8" in checkpoints
+    assert f"while it is written: {3 * 8 * saved:.0f} GB" in checkpoints
+    assert assemble.load(ROOT / "jobs/gpt-124m.toml", settings).checkpoint.keep == 2
+
+
+def test_the_estimated_memory_of_a_loop_on_the_page_of_a_gpt_is_that_of_the_benchmark():
+    """The bytes per parameter follow from a row of the benchmark: 102.0 M parameters, 4 ranks."""
+    page = " ".join(PAGES["gpt-8x8"].split())
+    row = re.search(
+        r"moments\) / 4 = ([\d.]+),.*according to the mixer ([\d.]+) \|",
+        (ROOT / "tools/bench/BENCHMARKS.md").read_text(),
+    )
+    state, messages = (float(row[k]) * 1e6 * 4 / 102.0e6 for k in (1, 2))
+    assert state == pytest.approx(1.15 * 16, rel=0.01) and messages == pytest.approx(12, rel=0.01)
+    assert f"about {state + messages:.0f} bytes per parameter" in page
+    assert f"on eight ranks take {(state + messages) * 1.3 / 8:.1f} GB" in page
+    model_and_moments = 12 * 1.3  # GB
+    assert f"{model_and_moments:.0f} GB per rank and {8 * model_and_moments:.0f} GB per" in page
 
 
 def test_will_it_help_has_the_situations_and_costs_that_were_measured():
@@ -493,7 +536,8 @@ def test_will_it_help_has_the_situations_and_costs_that_were_measured():
         period = f", H = {row.period}" if row.period > 1 else ""
         interval = f" [{row.interval[0]:g}, {row.interval[1]:g}]" if row.interval else ""
         page = os.path.relpath(ROOT / row.page, HERE)
-        start = f"| `{row.method}`{period}, {row.graph} | {row.model}, {row.nodes} nodes "
+        style = f", style `{row.style}`" if row.style else ""
+        start = f"| `{row.method}`{period}, {row.graph}{style} | {row.model}, {row.nodes} nodes "
         cost = f"| {row.cost:g}{interval} {row.unit} | ["
         assert any(
             line.startswith(start + cost) and line.endswith(f"]({page}) |")

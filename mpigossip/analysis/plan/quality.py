@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass
 
 from mpigossip.algorithms.cadence import period_of
+from mpigossip.analysis.plan.gpu_costs import style_of
 from mpigossip.config import Job
 
 RESULTS = "jobs/claims/RESULTS.md"
 BENCHMARKS = "tools/bench/BENCHMARKS.md"
+TEXT = "jobs/text-gpt.toml"
 LONGER = 4
 """A measurement with period H is used for periods from H / LONGER to H · LONGER."""
 
@@ -67,6 +69,7 @@ class Evidence:
 LENET = "LeNet, CIFAR-10, 5 paired seeds"
 PERCEPTRON = "perceptron, CIFAR-10, 5 paired seeds"
 GPT = "GPT of 2.2 M parameters, AdamW, 2 seeds"
+SMALL_GPT = "GPT of 0.2 M parameters, AdamW at twice the rate of all-reduce, 1 seed"
 PEER = "one-peer-exponential"
 EVIDENCE = (
     Evidence("dmsgd", PEER, LENET, 62_006, 16, 1.63, (1.31, 1.94), "points", RESULTS,
@@ -81,6 +84,8 @@ EVIDENCE = (
              ("3.55 [2.52, 4.58] points",), style="atc"),
     Evidence("dsgd", PEER, GPT, 2_200_000, 4, 12.71, None, "%", BENCHMARKS, ("+12.71 %",),
              style="atc"),
+    Evidence("dsgd", PEER, SMALL_GPT, 174_656, 4, 3.4, None, "%", TEXT, ("3.4 %",), style="awc"),
+    Evidence("dsgd", PEER, SMALL_GPT, 174_656, 4, 0.8, None, "%", TEXT, ("0.8 %",), style="atc"),
     Evidence("diloco", "complete", GPT, 2_200_000, 4, 20.80, None, "%", BENCHMARKS,
              ("+20.80 %",), 8),
     Evidence("diloco", "complete", GPT, 2_200_000, 4, 21.46, None, "%", BENCHMARKS,
@@ -96,9 +101,10 @@ pages."""
 def nearest(job: Job, n: int, parameters: int, any_task: bool = False) -> Evidence | None:
     """Return the measurement of a job's method whose model and number of nodes are nearest.
 
-    Method, graph and kind of task are the same; the period is similar. The style may be another
-    one, because few styles were measured. Distances are computed from logarithms of the numbers of
-    parameters, nodes and steps between exchanges.
+    Method, graph and kind of task are the same; the period is similar. If the method was measured
+    with the job's style, only these measurements are used; otherwise, the style is another one.
+    Distances are computed from logarithms of the numbers of parameters, nodes and steps between
+    exchanges.
 
     :param job: the job of a proposal
     :param n: number of nodes of the job
@@ -135,4 +141,6 @@ def nearest(job: Job, n: int, parameters: int, any_task: bool = False) -> Eviden
             abs(math.log(evidence.period / period)) + abs(size) + abs(math.log(evidence.nodes / n))
         )
 
-    return min(similar, key=distance, default=None)
+    style = style_of(job)
+    same_style = [evidence for evidence in similar if evidence.style == style]
+    return min(same_style or similar, key=distance, default=None)

@@ -11,10 +11,12 @@ from mpigossip.algorithms.cadence import BUILDERS
 from mpigossip.analysis.plan import (
     ALL_REDUCE,
     GOSSIP,
+    NEAR,
     Choice,
     Prediction,
     always_global,
     choices,
+    predict,
 )
 from mpigossip.analysis.plan import name as named
 from mpigossip.analysis.plan.gpu_costs import style_of
@@ -38,6 +40,11 @@ EXPLAINED = (
 )
 """Explanation of the tables; `EPOCH` takes the place of {epoch} if they have such columns."""
 EPOCH = " epoch: one pass over the data."
+HINT = (
+    "hint: if a node has {count} GPUs, add node.devices={devices}: they encode, add and update "
+    "their shards at the same time, and {row} takes {faster} instead of {time} ms."
+)
+"""Sentence of :func:`device_hint`."""
 PROPOSED = "`mpigossip plan … --best` proposes graph, algorithm, H and wire"
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
 """Units of the time of a training in the plot, each with its length in seconds."""
@@ -50,6 +57,7 @@ def text(
     nodes: Sequence[int],
     epochs: float,
     note: str = "",
+    hint: str = "",
 ) -> str:
     """Return a text with two tables: all numbers of nodes, and details for the last one.
 
@@ -59,6 +67,7 @@ def text(
     :param nodes: numbers of nodes; the second table is for the last one
     :param epochs: number of epochs
     :param note: remark on the job
+    :param hint: sentence below the explanation of the tables, see :func:`device_hint`; "": none
     """
     half_gradients = what.module.element_size == 2
     candidates = choices(what.job, bf16=half_gradients)
@@ -81,9 +90,55 @@ def text(
     lines += [
         *_wrapped(EXPLAINED.format(epoch=EPOCH if what.samples else "")),
         "",
-        *_wrapped(PROPOSED),
     ]
+    if hint:
+        lines += [*_wrapped(hint), ""]
+    lines += _wrapped(PROPOSED)
     return "\n".join(lines)
+
+
+def device_hint(
+    what: Subject,
+    rows: Sequence[Prediction],
+    n: int,
+    more: Subject,
+    machine: Machine,
+    period: float | None = None,
+    per_tensor: bool = False,
+) -> str:
+    """Return a sentence that names more devices per node if they make a row of the text faster.
+
+    It names the row whose time decreases most, if it decreases by a factor of more than `NEAR`.
+
+    :param what: the job and its sizes
+    :param rows: predictions for the job
+    :param n: number of nodes
+    :param more: the job with more devices per node
+    :param machine: costs of a machine with these devices
+    :param period: mean period of an adaptive cadence, with which the rows were predicted
+    :param per_tensor: whether the rows count one global average per tensor
+    :returns: the sentence; "" if no row becomes much faster
+    """
+    shown = choices(what.job, bf16=what.module.element_size == 2)
+    gains = list[tuple[float, Prediction, Prediction]]()
+    for row in rows:
+        if row.nodes != n or row.choice not in shown:
+            continue
+        faster = predict(more, machine, row.choice, n, 0, period, per_tensor)
+        if faster is not None:
+            gains.append((row.step_s / faster.step_s, row, faster))
+    if not gains:
+        return ""
+    gain, row, faster = max(gains, key=lambda each: each[0])
+    if gain <= NEAR:
+        return ""
+    return HINT.format(
+        count=more.slots,
+        devices=more.job.node.devices,
+        row=named(row.choice),
+        faster=three_digits(1e3 * faster.step_s),
+        time=three_digits(1e3 * row.step_s),
+    )
 
 
 def _wrapped(words: str, indent: str = "") -> list[str]:
