@@ -10,14 +10,19 @@ The measurements of :func:`take_turns`, which the other functions use, follow th
 * Callers use the median of the measurements, or the minimum for a time without disturbances.
 """
 
+from __future__ import annotations
+
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from mpi4py import MPI
+
+if TYPE_CHECKING:  # `mpigossip plan` works on hosts on which MPI can't be loaded.
+    from mpi4py import MPI
 
 Work = Callable[[], object]
 """Function without parameters, which is timed."""
@@ -72,6 +77,8 @@ def time_slowest(works: Sequence[Work], comm: MPI.Comm, seconds: float) -> list[
     :param seconds: seconds that all measurements may take, approximately
     :return: for each function, the seconds per call on the slowest rank, for each measurement
     """
+    from mpi4py import MPI
+
     own = np.array(take_turns(works, comm, seconds=seconds))
     slowest = np.empty_like(own)
     comm.Allreduce(own, slowest, MPI.MAX)

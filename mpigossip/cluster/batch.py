@@ -79,7 +79,10 @@ class Site:
     tested: Literal[False] | Line
     """Date of the last test of this file on the machine itself; False: never tested."""
     launcher: Line
-    """Command that starts one rank per host; `$NAME` stands for an environment variable."""
+    """Command that starts one rank per host; `$NAME` stands for an environment variable.
+
+    If it contains $RANKS, $TASKS or $CORES, the script sets them as for `launcher_multi`.
+    """
     launcher_multi: Line = ""
     """Command that starts $RANKS ranks per host, $TASKS in total, with $CORES cores each.
 
@@ -189,7 +192,13 @@ def read_site(name: str) -> Site:
         searched = f" in the package and in {SITES_VARIABLE} = {centre}" if centre else ""
         remedy = near(name, known)
         if centre:
-            remedy += f" (all names: {', '.join(sorted(known))})"
+            # The names of the centre's own files come first.
+            names = sorted(known, key=lambda each: (known[each].parent != Path(centre), each))
+            all_names = ", ".join(names)
+            if remedy.startswith("did you mean"):
+                remedy += f" (all names: {all_names})"
+            else:
+                remedy = f"known here: {all_names}"
         raise JobError(
             f'site "{name}" is unknown{searched}: {remedy}, or give the path of a .toml file'
         )
@@ -431,7 +440,8 @@ def _environment(site: Site, request: BatchRequest) -> list[str]:
     lines += [f"module load {shlex.join(site.modules)}"] if site.modules else []
     lines += [f"source {shlex.quote(request.venv + '/bin/activate')}"] if request.venv else []
     lines += [f"export {name}={_quote_word(value)}" for name, value in site.environment.items()]
-    if request.ranks > 1:
+    launcher = request.launcher or _launcher(site, request.ranks)
+    if request.ranks > 1 or re.search(r"\$(RANKS|TASKS|CORES)\b", launcher):
         # nproc prints the value of OMP_NUM_THREADS, which the script has set to 1.
         core_count = "env -u OMP_NUM_THREADS nproc"
         cores_per_rank = site.cores // request.ranks or f'"$(($({core_count}) / {request.ranks}))"'

@@ -52,6 +52,10 @@ def launcher_ranks(env: Mapping[str, str]) -> list[tuple[int, int, str]]:
     ]
 
 
+LOAD_MODULE = "on a cluster, load the module of the MPI with which mpi4py was built"
+WITHOUT_MPI = "`mpigossip simulate`, `plan` and `job` need no MPI"
+
+
 def no_mpi(error: Exception, env: Mapping[str, str] = os.environ) -> LaunchError:
     """Return the error that reports that mpi4py could not load MPI.
 
@@ -63,18 +67,18 @@ def no_mpi(error: Exception, env: Mapping[str, str] = os.environ) -> LaunchError
         reason += ", a linker script: name the library file that it refers to, such as libmpi.so.12"
     if library := env.get("MPI4PY_LIBMPI", ""):
         return LaunchError(
-            f"MPI can't be loaded ({reason}) with MPI4PY_LIBMPI={library}: name a file that "
-            "exists, or `unset MPI4PY_LIBMPI; pip install mpich`. If the file exists, its name may "
+            f"MPI can't be loaded ({reason}) with MPI4PY_LIBMPI={library}: {LOAD_MODULE}, and name "
+            "a file that exists, or `unset MPI4PY_LIBMPI`; elsewhere, `unset MPI4PY_LIBMPI; pip "
+            "install mpich`. If the file exists, its name may "
             "not be the one that mpi4py's wheel loads, libmpi.so.12 (Debian's MPICH has "
             "libmpich.so.12): `pip install --no-binary mpi4py mpi4py`, or make a link and search "
             f"its folder, `ln -s {library} DIR/libmpi.so.12; "
             "export LD_LIBRARY_PATH=DIR MPI4PY_LIBMPI=DIR/"
-            "libmpi.so.12`. `mpigossip simulate` needs no MPI"
+            f"libmpi.so.12`. {WITHOUT_MPI}"
         )
     return LaunchError(
-        f"MPI can't be loaded ({reason}); load the site's MPI module, or "
-        "`pip install mpich`, or name the library: MPI4PY_LIBMPI=/path/to/libmpi.so.12. "
-        "`mpigossip simulate` needs no MPI"
+        f"MPI can't be loaded ({reason}): {LOAD_MODULE}; elsewhere, `pip install mpich`, or name "
+        f"the library: MPI4PY_LIBMPI=/path/to/libmpi.so.12. {WITHOUT_MPI}"
     )
 
 

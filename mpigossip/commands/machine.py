@@ -28,7 +28,7 @@ from mpigossip.commands.arguments import (
 DOCTOR = """
 mpigossip doctor
 srun mpigossip doctor --json >runs/digits/doctor.json
-srun --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 mpigossip doctor
+mpigossip job SITE --program 'mpigossip doctor' --nodes 2 --time 10m
 """
 
 

@@ -67,8 +67,8 @@ def print_safe(*texts: object, **options: Any) -> None:
 
 
 def print_note(text: object) -> None:
-    """Print a note on standard error."""
-    print_safe(f"mpigossip: {text}", file=sys.stderr, flush=True)
+    """Print a note on standard error, in one write, so that notes of two ranks do not mix."""
+    print_safe(f"mpigossip: {text}\n", end="", file=sys.stderr, flush=True)
 
 
 noted: set[str] = set()

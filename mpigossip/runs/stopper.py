@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from mpigossip.cluster import deadline
 from mpigossip.cluster.world import Agreement, World
-from mpigossip.config.readable import print_note
+from mpigossip.config.readable import format_duration, print_note, print_note_once
 from mpigossip.runs.hooks import Hook
 
 END_TIMES = ("MPIGOSSIP_END_TIME", "SLURM_JOB_END_TIME")
@@ -32,10 +32,26 @@ def end_of_allocation(wall_clock_s: float, env: Mapping[str, str] = os.environ) 
     :param env: environment variables, among them those in `END_TIMES`
     """
     ends = [float(env[name]) - time.time() for name in END_TIMES if env.get(name, "").isdigit()]
-    ends = [end for end in ends if end > 0]  # A time in the past belongs to another allocation.
+    # A time in the past belongs to another allocation: `describe_past_end` reports it.
+    ends = [end for end in ends if end > 0]
     if wall_clock_s:
         ends.append(wall_clock_s)
     return min(ends, default=None)
+
+
+def describe_past_end(env: Mapping[str, str] = os.environ) -> str:
+    """Return a note on a variable in `END_TIMES` whose time has passed; "" if there is none.
+
+    :param env: environment variables
+    """
+    for name in END_TIMES:
+        if env.get(name, "").isdigit() and (age_s := time.time() - float(env[name])) >= 0:
+            return (
+                f"{name}={env[name]} was {format_duration(age_s)} ago, and is ignored: without "
+                "another time limit, the run does not stop before the end of its allocation; set "
+                "it to that end, in seconds since 1970, or unset it"
+            )
+    return ""
 
 
 class Reserve:
@@ -100,7 +116,7 @@ class Stopper(Hook):
     LAG = 4
 
     def __init__(self, world: World, folder: Path, end: float | None = None, lag: int = LAG):
-        """Prepare the agreement of the ranks.
+        """Prepare the agreement of the ranks; on rank 0, report an end time that has passed.
 
         :param world: ranks of the run; rank 0 looks for the file STOP
         :param folder: the run directory
@@ -117,6 +133,8 @@ class Stopper(Hook):
         self._launcher = os.getppid()
         self._warnings = list[str]()
         self._pending: Agreement | None = None
+        if world.rank == 0 and (note := describe_past_end()):
+            print_note_once(note)
 
     def __enter__(self) -> Self:
         self._before = self.listen()

@@ -183,6 +183,31 @@ def test_missing_images_are_replaced_by_synthetic_ones(alone):
     assert json.loads(done.stdout)["machine"]["sources"]["compute"] == "measured"
 
 
+SIZED_PLAN = ("--parameters", "1M", "--compute", "50ms", "--bandwidth", "1GB/s", "--nodes", "2")
+NO_MPI = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so", "MPI4PY_MPIABI": ""}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(SIZED_PLAN, "given"), (("digits", "--nodes", "2", "--seconds", "0.1"), "measured")],
+)
+def test_no_mpi_is_needed_unless_a_launcher_starts_ranks(mpirun, tmp_path, words, says):
+    """A login node may have no MPI that can be loaded, for example before its module is loaded."""
+    done = mpirun(0, ["mpigossip", "plan", *words], env=NO_MPI, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout and "at 2 nodes" in done.stdout
+
+
+def test_ranks_of_a_launcher_without_mpi_get_a_message(mpirun, tmp_path):
+    started = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    words = ["mpigossip", "plan", *SIZED_PLAN]
+    done = mpirun(0, words, env=NO_MPI | started, cwd=tmp_path, timeout=120)
+    if done.returncode == 0:
+        pytest.skip("this mpi4py was linked to its MPI at build time")
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "MPI can't be loaded" in done.stderr and "load the module of the MPI" in done.stderr
+
+
 def test_under_a_launcher_the_network_is_measured(pooled):
     done = pooled(2, "plan", JOB, "--nodes", "4", "--json", "--seconds", "0.1", timeout=120)
     assert done.returncode == 0, done.stderr

@@ -242,6 +242,18 @@ def test_ranks_share_the_available_cores():
     assert int(done.stdout) == len(os.sched_getaffinity(0)) // 2
 
 
+def test_one_rank_gets_all_cores_of_its_host():
+    """A site file names the number of cores once, in `cores`."""
+    launcher = "srun --ntasks-per-node=$RANKS --cpus-per-task=$CORES"
+    site = replace(read_site("generic-slurm"), launcher=launcher, cores=64)
+    text = script(site, JOB, [], Path("run"), BatchRequest(nodes=2, seconds=600))
+    assert "RANKS=1 TASKS=2 CORES=64\n" in text
+    assert 'srun --ntasks-per-node="$RANKS" --cpus-per-task="$CORES" mpigossip train' in text
+    site = replace(read_site("generic-slurm"), cores=64)
+    text = script(site, JOB, [], Path("run"), BatchRequest(nodes=2, seconds=600))
+    assert "CORES" not in text
+
+
 def test_a_site_without_a_launcher_for_several_ranks_is_rejected():
     site = replace(batch.read_site("generic-slurm"), launcher_multi="")
     with pytest.raises(JobError, match=naming("launcher_multi")):
@@ -383,6 +395,10 @@ def test_an_unknown_site_names_the_folder_of_the_centre_and_all_names(centre):
     text = str(error.value)
     for part in ('site "mars" is unknown', str(centre), "MPIGOSSIP_SITES", "ours", "lumi", ".toml"):
         assert part in text
+    assert text.count("generic-slurm") == 1  # no name is printed twice
+    assert "known here: ours, perlmutter, frontier, " in text  # the centre's own names come first
+    with pytest.raises(JobError, match=r'did you mean "lumi"\? \(all names: ours, perlmutter, f'):
+        read_site("lumii")
     (centre / "ours.toml").write_text("= broken")
     with pytest.raises(JobError, match=naming(f"{centre}/ours.toml", "TOML")):
         read_site("ours")
@@ -787,6 +803,76 @@ def test_a_virtual_environment_that_is_not_here_is_a_warning(alone):
 @pytest.mark.parametrize("name", ["train.sbatch", "sweep.sbatch", "report.sbatch", "run.sh"])
 def test_ready_made_scripts_can_be_read(name):
     assert subprocess.run(["bash", "-n", str(REPO / "jobs" / name)]).returncode == 0
+
+
+SCRIPTS = {
+    "train.sbatch": ("digits run.output=runs/a", "runs/a", "9"),
+    "sweep.sbatch": ("digits s.txt", "runs/digits-1", "7_1"),
+    "loops/loop.sbatch": ("classify.py --out runs/a", "runs/a", "9"),
+}
+"""Arguments of each script, its run directory, and the job that it queues again."""
+
+
+@pytest.fixture
+def slurm_script(execute):
+    """Return `run(name, answer, effect)`, which executes one of the `SCRIPTS`.
+
+    `answer` is the end that squeue prints, and `effect` a command of srun, which ends with code 75.
+    The result has the completed process, the value of MPIGOSSIP_END_TIME and the words of scontrol.
+    """
+    (execute.work / "s.txt").write_text("run.seed=1\n")
+
+    def run(name, answer="2030-01-01T00:00:00", effect=":"):
+        stubs = execute.work.parent / "stubs"
+        (stubs / "squeue").write_text(f"#!/bin/bash\necho '{answer}'\n")
+        (stubs / "srun").write_text(
+            f'#!/bin/bash\necho "end=$MPIGOSSIP_END_TIME"\n{effect}\nexit {STOPPED}\n'
+        )
+        for program in ("squeue", "srun"):
+            (stubs / program).chmod(0o755)
+        text = f"set -- {SCRIPTS[name][0]}\n{(REPO / 'jobs' / name).read_text()}"
+        done, words = execute(text, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="1", TZ="UTC")
+        return done, re.search("^end=(.*)$", done.stdout, re.M)[1], words[:3]
+
+    return run
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    ("answer", "end", "is_reported"),
+    [
+        ("2030-01-01T00:00:00", "1893456000", False),
+        ("", "", True),
+        ("N/A", "", True),
+        ("NONE", "", False),  # the job has no time limit (seen with Slurm 22.05)
+    ],
+)
+def test_an_end_that_squeue_does_not_know_is_not_this_morning(
+    slurm_script, name, answer, end, is_reported
+):
+    done, exported, _ = slurm_script(name, answer)
+    assert exported == end
+    assert ("squeue does not name the end of this job" in done.stderr) == is_reported
+    assert is_reported or not done.stderr
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_ready_made_scripts_queue_again_only_after_a_new_checkpoint(slurm_script, execute, name):
+    _, run, job = SCRIPTS[name]
+    again = ["scontrol", "requeue", job]
+    done, _, words = slurm_script(name, effect=f"mkdir -p {run}/checkpoints/step-00000100")
+    assert (done.returncode, words) == (0, again), done.stderr
+    done, _, words = slurm_script(name)  # the attempt leaves the same checkpoint
+    assert done.returncode == 1 and "scontrol" not in words
+    assert f"stopped without a new checkpoint in {run}; it is not tried again" in done.stderr
+    done, _, words = slurm_script(name, effect=f"mkdir {run}/checkpoints/step-00000200")
+    assert (done.returncode, words) == (0, again), done.stderr
+
+
+def test_train_sbatch_finds_the_run_directory_of_a_name(slurm_script, monkeypatch):
+    monkeypatch.setitem(SCRIPTS, "train.sbatch", ("my/digits.toml run.name=b", "runs/b", "9"))
+    slurm_script("train.sbatch", effect="mkdir -p runs/b/checkpoints/step-00000100")
+    assert slurm_script("train.sbatch")[0].returncode == 1
 
 
 def test_a_sweep_takes_its_line_as_words(execute):

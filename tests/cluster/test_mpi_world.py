@@ -420,6 +420,14 @@ def test_a_named_library_that_fails_is_shown_with_remedies():
     assert "MPI4PY_LIBMPI=/path/to" in str(no_mpi(error, {}))
 
 
+@pytest.mark.parametrize("env", [{}, {"MPI4PY_LIBMPI": "/nowhere/libmpi.so.40"}])
+def test_a_missing_mpi_is_a_missing_module_on_a_cluster(env):
+    """Staff of a cluster must never install an MPI of a wheel, so the module comes first."""
+    text = str(no_mpi(RuntimeError("cannot load MPI library"), env))
+    module = text.index("on a cluster, load the module of the MPI with which mpi4py was built")
+    assert module < text.index("; elsewhere, ") < text.index("pip install mpich")
+
+
 def test_missing_mpi_is_a_launch_error(mpirun):
     done = mpirun(
         0,

@@ -1,14 +1,16 @@
 """Texts that are safe for terminals and spreadsheets."""
 
 import ast
+import io
 import math
 import random
 import re
+import sys
 from pathlib import Path
 
 import mpigossip
 from mpigossip import cli
-from mpigossip.config.readable import aligned, cells, format_bytes, printable
+from mpigossip.config.readable import aligned, cells, format_bytes, print_note, printable
 
 JOB = str(Path(__file__).parents[2] / "jobs" / "digits.toml")
 EVIL = "a\x1b[31mb\x9b2Jc\u202ed\re"
@@ -86,3 +88,22 @@ def test_a_number_of_bytes_is_below_1000_of_its_unit_and_right():
         meant = value * 1000 ** ("B", "kB", "MB", "GB", "TB").index(unit)
         assert math.isclose(meant, count, rel_tol=0.006, abs_tol=0.51), count
     assert format_bytes(999_600) == "1 MB"
+
+
+def test_a_note_is_one_write(monkeypatch):
+    """Launchers mix the output of ranks between two writes, even if PYTHONUNBUFFERED is set."""
+    writes = []
+
+    class Unbuffered(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            writes.append(bytes(data))
+            return len(data)
+
+    unbuffered = io.TextIOWrapper(Unbuffered(), "utf-8", write_through=True)
+    monkeypatch.setattr(sys, "stderr", unbuffered)
+    print_note("the loss of node 1 is nan")
+    written = [data for data in writes if data]  # `print` also writes its empty `end`
+    assert written == [b"mpigossip: the loss of node 1 is nan\n"]

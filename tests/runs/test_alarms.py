@@ -43,6 +43,20 @@ def test_the_end_of_the_allocation_is_the_earliest_one():
     assert end_of_allocation(0, {"MPIGOSSIP_END_TIME": str(int(now) - 5)}) is None
 
 
+def test_an_end_that_has_passed_is_ignored_but_reported(alone, monkeypatch):
+    """`date -d ""` of a batch script gives the beginning of this day."""
+    passed = str(int(time.time()) - 7200)
+    monkeypatch.setenv("MPIGOSSIP_END_TIME", passed)
+    done = alone("simulate", JOB, "--nodes", "2", *SHORT, "run.steps=2")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"mpigossip: MPIGOSSIP_END_TIME={passed} was 2:00:0") == 1
+    monkeypatch.setenv("MPIGOSSIP_END_TIME", str(int(time.time()) + 7200))
+    assert (
+        "MPIGOSSIP_END_TIME"
+        not in alone("simulate", JOB, "--nodes", "2", *SHORT, "run.steps=2", "run.output=b").stderr
+    )
+
+
 def clock(end, gaps, lag=0):
     """Return the time at which a clock asks to stop, for steps that take ``gaps`` seconds."""
     at = [0.0]
