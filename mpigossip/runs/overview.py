@@ -188,7 +188,6 @@ def _traffic(engine: Engine, graph: Graph, world: World) -> str:
     the method has exchanges with neighbours, the bytes that an all-reduce would send are added.
     """
     n = graph.n
-    method = engine.method
     mixer = engine.mixer
     layout = mixer.layout
     waits = mixer.synchronous
@@ -212,9 +211,26 @@ def _traffic(engine: Engine, graph: Graph, world: World) -> str:
         if ring and kind is ExchangeKind.GOSSIP
         else ""
     )
-    vectors = pluralize(method.vectors, "vector")
+    vectors = _vectors(engine, graph, kind, [s / max(layout.sent_bytes, 1) for s in sent])
     state = _state(engine, graph, per)
     return f"{format_bytes(average)} per node and {when} ({vectors}){state}{ratio}"
+
+
+def _vectors(engine: Engine, graph: Graph, kind: ExchangeKind, messages: Sequence[float]) -> str:
+    """Return a text on the vectors of a message, and on the number of messages if it is not one.
+
+    :param kind: kind of the exchange
+    :param messages: number of messages that a node sends, for each round of a period
+    """
+    vectors = pluralize(engine.method.vectors, "vector")
+    if kind is ExchangeKind.GLOBAL:
+        is_exact = engine.mixer.layout.raw_bytes is None
+        times = f", sent 2 (n - 1)/n = {2 * (graph.n - 1) / graph.n:.4g} times"
+        return vectors + times * is_exact
+    mean = float(np.mean(messages))
+    if not engine.mixer.synchronous or engine.mixer.layout.raw_bytes is not None or mean < 1.5:
+        return vectors
+    return f"{mean:.3g} messages of {vectors}"
 
 
 def _state(engine: Engine, graph: Graph, per_node: int) -> str:
