@@ -108,7 +108,7 @@ def _about(cells: Sequence[Cell], rates: Sequence[float] | str, seeds: int) -> s
     if isinstance(rates, str):
         further = f", up to {FURTHER} further rates for each point"
     return (
-        f" of the search of rates (seed {SEED}){further}; afterwards, {later} runs with the "
+        f" of the search of rates (seed {SEED}{further}); afterwards, {later} runs with the "
         f"chosen rates ({pluralize(len(cells), 'point')} x {pluralize(seeds, 'seed')})"
     )
 
