@@ -389,7 +389,11 @@ def _add_study(commands) -> None:
         STUDY,
     )
     study.add_argument(
-        "file", type=Path, metavar="FILE.toml", help="file with the arguments of study()"
+        "file",
+        type=Path,
+        metavar="FILE.toml",
+        help="file with the keys job, grid, nodes, seeds, settings, rates, judge, larger, output, "
+        "processes and skip",
     )
     study.add_argument(
         "--out", type=Path, metavar="DIR", help="folder for logs, tables and plots; default: output"

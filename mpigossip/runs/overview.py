@@ -224,13 +224,13 @@ def _vectors(engine: Engine, graph: Graph, kind: ExchangeKind, messages: Sequenc
     """
     vectors = pluralize(engine.method.vectors, "vector")
     if kind is ExchangeKind.GLOBAL:
-        is_exact = engine.mixer.layout.raw_bytes is None
-        times = f", sent 2 (n - 1)/n = {2 * (graph.n - 1) / graph.n:.4g} times"
-        return vectors + times * is_exact
-    mean = float(np.mean(messages))
-    if not engine.mixer.synchronous or engine.mixer.layout.raw_bytes is not None or mean < 1.5:
+        times = 2 * (graph.n - 1) / graph.n  # a reduce-scatter and an all-gather
+    else:
+        times = float(np.mean(messages))
+    is_exact = engine.mixer.layout.raw_bytes is None
+    if not is_exact or not engine.mixer.synchronous or times == 1:
         return vectors
-    return f"{mean:.3g} messages of {vectors}"
+    return f"{times:.4g} x {vectors}"
 
 
 def _state(engine: Engine, graph: Graph, per_node: int) -> str:

@@ -113,7 +113,7 @@ def test_a_type_that_is_not_known_is_an_error_of_the_program():
         ("act", ["atc", "awc"], ["atc"]),  # two letters are exchanged
         ("abc", ["atc", "awc"], []),
         ("rign", ["ring", "star"], ["ring"]),
-        ("digit", ["digits", "digitz"], ["digits"]),
+        ("digit", ["digits", "digitz"], ["digitz"]),
         ("qqq", ["ring"], []),
     ],
 )

@@ -132,11 +132,11 @@ def test_only_rank_0_prints():
         ([], ["4 simulated", "exact average in 2 rounds", "86 kB per node and step (1 vector)"]),
         (
             ["graph.name=ring"],
-            ["2 neighbours per round, period 1, spectral gap 0.667", "(2 messages of 1 vector)"],
+            ["2 neighbours per round, period 1, spectral gap 0.667", "(2 x 1 vector)"],
         ),
         (
             ["algorithm.name=parallel", "graph.name=complete"],
-            ["reduce-scatter and all-gather", "(1 vector, sent 2 (n - 1)/n = 1.5 times)"],
+            ["reduce-scatter and all-gather", "(1.5 x 1 vector)"],
         ),
         (["node.wire=bf16"], ["bf16 on the wire", "43 kB per node"]),
         (["graph.name=random-matching"], ["1 neighbour per round, no period"]),
