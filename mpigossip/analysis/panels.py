@@ -418,12 +418,12 @@ def times(axes: Axes, runs: Sequence[LoggedRun]) -> None:
         label.set(color=run.style["color"], fontweight="bold")
     axes.invert_yaxis()
     axes.set_xlim(0, 1.18 * float(start.max()) or 1)
-    label = "milliseconds, mean over nodes and steps"
+    unit = "milliseconds, mean over nodes and steps"
     if simulated:
-        label = f"milliseconds, mean over steps; {ONE_PROCESS}"
+        unit = f"milliseconds, mean over steps; {ONE_PROCESS}"
     if 0 < simulated < len(runs):
-        label = f"milliseconds, mean over nodes and steps\n(simulated runs: {ONE_PROCESS})"
-    axes.set_xlabel(label)
+        unit = f"milliseconds, mean over nodes and steps\n(simulated runs: {ONE_PROCESS})"
+    axes.set_xlabel(unit)
     _key(axes, bars)
     if simulated == len(runs):
         key_below_title(axes)  # The longer title leaves no room for the legend next to it.

@@ -138,6 +138,11 @@ def test_only_rank_0_prints():
             ["algorithm.name=parallel", "graph.name=complete"],
             ["reduce-scatter and all-gather", "(1.5 x 1 vector)"],
         ),
+        (
+            ["algorithm.name=parallel", "graph.name=complete", "local.name=none"],
+            ["parallel (momentum) on complete"],
+        ),
+        (["local.name=none"], ["dsgd on one-peer"]),
         (["node.wire=bf16"], ["bf16 on the wire", "43 kB per node"]),
         (["graph.name=random-matching"], ["1 neighbour per round, no period"]),
         (
