@@ -151,12 +151,15 @@ def _owners(table: Table) -> dict[str, list[str]]:
 def _name_owners(problem: str, name: Any, table: Table) -> str:
     """Replace the end of a message about an unknown key if the key is an option of other names.
 
+    A message that suggests a similar key stays unchanged.
+
     :param problem: an error message
     :param name: name in effect in the section, such as "parallel"
     :param table: all names of the section
     """
     path, separator, _ = problem.partition(": unknown key; ")
-    if not separator:  # The options of all names are not read without need, which takes long.
+    # The options of all names are not read without need, because this takes long.
+    if not separator or "did you mean" in problem:
         return problem
     having = _owners(table).get(path.rpartition(".")[2], [])
     if not having:
