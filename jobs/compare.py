@@ -2,8 +2,10 @@
 
 python compare.py
 
-The 32 nodes have different distributions of labels. DeTAG's phase has log2 32 = 5 steps, the period
-of the one-peer graph (mpigossip/algorithms/README.md).
+The 32 nodes have different distributions of labels. The search of the rates makes at least 40 runs
+for the 8 points, and 24 runs follow. For all-reduce, add the label "All-reduce" with "parallel
+graph.name=complete local.name=sgd" in a grid without the axis graph.name. DeTAG's phase has log2 32
+= 5 steps, the period of the one-peer graph (mpigossip/algorithms/README.md).
 """
 
 from pathlib import Path

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpigossip.config.readable import pluralize
 from mpigossip.runs.summary import SPLIT as PARTS
-from mpigossip.store.log import COLUMNS, MEMBER_COLUMNS, VIRTUAL, Log, read
+from mpigossip.store.log import COLUMNS, MEMBER_COLUMNS, SIMULATED, VIRTUAL, Log, read
 from mpigossip.store.log_reading import metrics_in, with_nan
 from mpigossip.studies.seeds import Bands, alike, differences, joined, settings
 
@@ -160,14 +160,42 @@ def description(log: Log) -> str:
     """Return a description of a run in a few words: algorithm, graph and number of nodes.
 
     For a training of members, it consists of the algorithm (for a program, the optimizer) and the
-    number of places.
+    number of places. Nodes that one process has computed are called simulated.
     """
     job_settings = settings(log.job)  # Logs of other programs have no settings, but can be plotted.
     keys = ["algorithm.name", "graph.name"]
     if of_members(log):
         keys = ["loop.optimizer" if "loop.optimizer" in job_settings else "algorithm.name"]
     names = [str(job_settings[key]) for key in keys if key in job_settings]
-    return ", ".join([*names, pluralize(log.nodes, who(log))])
+    word = f"simulated {who(log)}" if is_simulated(log) else who(log)
+    return ", ".join([*names, pluralize(log.nodes, word)])
+
+
+def is_simulated(log: Log) -> bool:
+    """Return whether one process has computed several nodes, so that its times are not theirs.
+
+    Logs without an entry about it are recognized by their command.
+    """
+    words = log.environment.get("command", "").split()
+    simulates = "simulate" in words or "--simulate" in words
+    return log.nodes > 1 and (SIMULATED in log.environment or simulates)
+
+
+def time_note(runs: Sequence[LoggedRun]) -> str:
+    """Return a note on the times of simulated runs; "" if no run is simulated.
+
+    The note names the settings of the virtual clock, unless all simulated runs have one.
+    """
+    simulated = [run for run in runs if is_simulated(run.log)]
+    if not simulated:
+        return ""
+    note = (
+        f"{len(simulated)} of {pluralize(len(runs), 'run')} simulated: their seconds are those of "
+        "one process that computes all nodes, and do not compare methods"
+    )
+    if all(run.has_virtual_time for run in simulated):
+        return note
+    return f"{note}; for times on a network, set clock.network=1gbit clock.compute_s=0.08"
 
 
 def who(log: Log) -> str:

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpigossip.analysis.logged_runs import PARTS, LoggedRun, mean_ms, over_nodes, shares, smooth
+from mpigossip.analysis.logged_runs import (
+    PARTS,
+    LoggedRun,
+    is_simulated,
+    mean_ms,
+    over_nodes,
+    shares,
+    smooth,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +35,8 @@ PREFIXES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 CLOCKS = ((2 * 3600, 3600, "hours"), (300, 60, "minutes"), (0, 1, "seconds"))
 """Units of a time axis: smallest time, in seconds, for which the unit is used; length of the unit
 in seconds; name."""
+ONE_PROCESS = "of the simulating process"
+"""Clause in the label of an axis that shows durations of simulated runs."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +71,47 @@ def clock(runs: Sequence[LoggedRun]) -> Axis:
     """Return an axis of training time, in a unit that fits the longest run.
 
     If all runs have a virtual clock, the axis is the virtual time, because the real time of a
-    simulation says nothing about training on real nodes.
+    simulation says nothing about training on real nodes. Without a virtual clock, the axis of runs
+    that are all simulated is the number of bytes that a node has sent, if it is known.
     """
     virtual = all(run.has_virtual_time for run in runs)
+    simulated = [run for run in runs if is_simulated(run.log)]
+    if len(simulated) == len(runs) and not virtual and all(map(_has_sent, runs)):
+        return _sent(runs)
     seconds = LoggedRun.virtual_seconds if virtual else LoggedRun.seconds
     longest = max(float(seconds(run, np.array([run.last]))[0]) for run in runs)
     unit, word = next((unit, word) for minimum, unit, word in CLOCKS if longest >= minimum)
     label = f"time of training ({word}; without evaluations and checkpoints)"
     if virtual:
         label = f"virtual time of training ({word}; [clock] of the job)"
+    elif simulated:
+        label = f"time of training ({word}; simulated runs: {ONE_PROCESS})"
     return Axis(label, lambda run, at: seconds(run, at) / unit)
+
+
+def _has_sent(run: LoggedRun) -> bool:
+    """Return whether the log of a run contains the bytes that nodes have sent, if they sent any."""
+    return bool((run.log.steps.get("bytes_sent", np.empty(0)) > 0).any())
+
+
+def _sent(runs: Sequence[LoggedRun]) -> Axis:
+    """Return an axis of the bytes that a node has sent, as a mean over nodes."""
+    totals = [over_nodes(np.nanmean, run.log.steps["bytes_sent"]) for run in runs]
+    unit, word = _traffic_unit(max(float(np.nanmax(total)) for total in totals))
+
+    def at(run: LoggedRun, steps: np.ndarray) -> np.ndarray:
+        rows = run.log.steps["step"]
+        block = rows[1] - rows[0] if len(rows) > 1 else 1  # Steps over which a row is averaged.
+        done = np.append(0, rows + (1 + block) / 2)
+        total = np.append(0.0, over_nodes(np.nanmean, run.log.steps["bytes_sent"]))
+        return np.interp(steps, done, total / unit)
+
+    return Axis(f"{word} sent per node (mean)", at)
+
+
+def _traffic_unit(largest: float) -> tuple[float, str]:
+    """Return the unit for numbers of bytes up to ``largest``: its number of bytes, and its name."""
+    return next(((unit, word) for unit, word in PREFIXES if largest >= unit), PREFIXES[-1])
 
 
 def loss(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
@@ -165,7 +206,10 @@ def _wide(axes: Axes, values: np.ndarray) -> None:
     """Make the vertical axis logarithmic if values are positive and span a factor above 30."""
     values = values[np.isfinite(values)]
     if len(values) and values.min() > 0 and values.max() > 30 * values.min():
-        axes.set_yscale("log")
+        # Matplotlib takes long to import, and this module is imported by commands without plots.
+        from mpigossip.studies.drawing import label_logarithmic
+
+        label_logarithmic(axes)
 
 
 def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
@@ -292,7 +336,7 @@ def traffic(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     shown = [run for run in runs if known(run, "bytes_sent")]
     sent = [over_nodes(np.nanmean, run.log.steps["bytes_sent"]) for run in shown]
     largest = max((float(values.max()) for values in sent), default=0.0)
-    unit, word = next(((unit, word) for unit, word in PREFIXES if largest >= unit), PREFIXES[-1])
+    unit, word = _traffic_unit(largest)
     _dress(axes, "Sent", f"{word} per node since the start (mean)")
     if not largest:
         _nothing(axes, "nothing was sent" if shown else "not measured")
@@ -309,10 +353,12 @@ def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     """
     (run,) = runs
     log = run.log
-    label = "milliseconds, mean over nodes"
+    is_of_process = is_simulated(log)
+    title = "Time to simulate a step" if is_of_process else "Step time"
+    label = f"milliseconds {ONE_PROCESS}" if is_of_process else "milliseconds, mean over nodes"
     parts = [name for name in PARTS if name in log.steps]
     if not parts or not len(log.steps["step"]):
-        _dress(axes, "Step time", label)
+        _dress(axes, title, label)
         _nothing(axes, "no steps yet")
         return
     values = 1e3 * np.stack([over_nodes(np.nanmean, log.steps[name]) for name in parts])
@@ -323,7 +369,7 @@ def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     values[:, slow] = np.nan
     means = [float(np.nanmean(v)) if np.isfinite(v).any() else 0.0 for v in values]
     note = f"\n(more than 5 × the median omitted: {slow.sum()})" if slow.any() else ""
-    _dress(axes, "Step time", label + note)
+    _dress(axes, title, label + note)
     shades = [SHADES[list(PARTS).index(name)] for name in parts]
     layers = axes.stackplot(
         axis.at(run, log.steps["step"]),
@@ -340,8 +386,12 @@ def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 
 
 def times(axes: Axes, runs: Sequence[LoggedRun]) -> None:
-    """Draw the parts of the mean time of a step as a stacked bar for each run."""
-    _dress(axes, "Step time", "")
+    """Draw the parts of the mean time of a step as a stacked bar for each run.
+
+    Title and label say if these are times of processes that simulate all nodes.
+    """
+    simulated = sum(is_simulated(run.log) for run in runs)
+    _dress(axes, "Time to simulate a step" if simulated == len(runs) else "Step time", "")
     axes.grid(False, axis="y")
     positions = np.arange(len(runs))
     start = np.zeros(len(runs))
@@ -368,8 +418,15 @@ def times(axes: Axes, runs: Sequence[LoggedRun]) -> None:
         label.set(color=run.style["color"], fontweight="bold")
     axes.invert_yaxis()
     axes.set_xlim(0, 1.18 * float(start.max()) or 1)
-    axes.set_xlabel("milliseconds, mean over nodes and steps")
+    unit = "milliseconds, mean over nodes and steps"
+    if simulated:
+        unit = f"milliseconds, mean over steps; {ONE_PROCESS}"
+    if 0 < simulated < len(runs):
+        unit = f"milliseconds, mean over nodes and steps\n(simulated runs: {ONE_PROCESS})"
+    axes.set_xlabel(unit)
     _key(axes, bars)
+    if simulated == len(runs):
+        key_below_title(axes)  # The longer title leaves no room for the legend next to it.
 
 
 def stale(run: LoggedRun) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpigossip.analysis import panels
-from mpigossip.analysis.logged_runs import LoggedRun, description, load, of_members
+from mpigossip.analysis.logged_runs import LoggedRun, description, load, of_members, time_note
 from mpigossip.runs.summary import number
 from mpigossip.store.hdf5 import replacing
 from mpigossip.studies.seeds import parted
@@ -23,7 +23,7 @@ LINE = 0.21
 """Height, in inches, of a row of panels, and of a line of text."""
 
 
-def plot(runs: Sequence[Path], out: Path) -> None:
+def plot(runs: Sequence[Path], out: Path) -> str:
     """Write a PNG file with one run, or one that compares runs.
 
     Each run has its own colour, line style and marker. Runs that differ only in their seed are
@@ -32,14 +32,18 @@ def plot(runs: Sequence[Path], out: Path) -> None:
     asynchronous exchanges, the staleness. The panels of several runs also show the loss and the
     metrics against training time, the difference between each node's model and the averaged model,
     and the bytes sent. If the epochs of the runs have different numbers of steps, epochs are used
-    in place of steps.
+    in place of steps. If all runs are simulated without a virtual clock, bytes are used in place of
+    training time.
 
     :param runs: run directories or logs
     :param out: file to write
+    :return: note on the times of simulated runs; "" if there are none
     :raises StoreError: if there is no log, if it can't be read, or if the file can't be written
     """
+    drawn = load([Path(run) for run in runs])
     with replacing(out) as temporary:
-        figure(load([Path(run) for run in runs])).savefig(temporary, format="png")
+        figure(drawn).savefig(temporary, format="png")
+    return time_note(drawn)
 
 
 def figure(runs: Sequence[LoggedRun]) -> Figure:

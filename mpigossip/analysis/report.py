@@ -15,12 +15,14 @@ from mpigossip.analysis.logged_runs import (
     PARTS,
     LoggedRun,
     description,
+    is_simulated,
     load,
     mean_ms,
     of_members,
     over_nodes,
     own_columns,
     shares,
+    time_note,
     who,
 )
 from mpigossip.analysis.plot import figure
@@ -90,7 +92,8 @@ def table(log: Log) -> str:
         ]
     means = {part: mean_ms(log, part) for part in PARTS}
     total = sum(means.values())
-    spent = f"a step takes {total:.3g} ms: {', '.join(shares(means))}"
+    begin = "one process simulates a step of all nodes in" if is_simulated(log) else "a step takes"
+    spent = f"{begin} {total:.3g} ms: {', '.join(shares(means))}"
     lines += ["", spent if total else "no steps yet"]
     if "finished" in log.summary:
         lines += ["", describe(log.summary, who(log))]
@@ -188,6 +191,7 @@ def page(runs: Sequence[LoggedRun], findings: Sequence[list[dict]]) -> str:
         about="; ".join(about),
         head=head,
         rows=rows,
+        time_note=time_note(runs),
         picture=_picture(runs),
         findings=[
             (run.name, findings_of_run)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from mpigossip.commands.arguments import command, family, many, print_safe, run_named, size_in_bytes
 from mpigossip.config.errors import OK, WRONG
+from mpigossip.config.readable import print_note
 
 PACK = """
 mpigossip data pack imagenet imagenet.h5 --image-size 256
@@ -137,8 +138,10 @@ def _plot(options) -> None:
     from mpigossip.analysis.plot import plot
 
     out = options.out or _default_output(options.runs[0], "log.png")
-    plot([run_named(run) for run in options.runs], out)
+    note = plot([run_named(run) for run in options.runs], out)
     print_safe(out)
+    if note:
+        print_note(note)
 
 
 def _report(options) -> None:

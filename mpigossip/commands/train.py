@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpigossip.commands.arguments import command, dry_run, many, print_safe, settings, whole
 from mpigossip.config.errors import FAILED, OK, STOPPED, UserError
+from mpigossip.config.readable import print_note
 
 if TYPE_CHECKING:
     from mpigossip.cluster.world import World  # It imports NumPy, which no help needs.
@@ -390,7 +392,11 @@ def _add_study(commands) -> None:
         STUDY,
     )
     study.add_argument(
-        "file", type=Path, metavar="FILE.toml", help="file with the arguments of study()"
+        "file",
+        type=Path,
+        metavar="FILE.toml",
+        help="file with the keys job, grid, nodes, seeds, settings, rates, judge, larger, output, "
+        "processes and skip",
     )
     study.add_argument(
         "--out", type=Path, metavar="DIR", help="folder for logs, tables and plots; default: output"
@@ -424,8 +430,12 @@ def _study(options) -> None:
     if options.partial:
         print_safe(study(**parameters | {"partial": True}))
         return
+    # A batch job that reaches its time limit gets SIGTERM: stop the runs as after Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    print_note(f"{options.file}: reading the logs of complete runs")
     results = study(**parameters)
-    print_safe(results)
+    print_note("all runs are complete; drawing tables and figures")
+    print_safe(results, flush=True)
     names = results.write()
     for name, why in results.left_out.items():
         print_safe(f"left out: {name}: {why}")

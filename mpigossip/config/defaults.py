@@ -14,6 +14,7 @@ from mpigossip.config.choices import (
     FILES,
     LOCAL,
     USER_CODE,
+    Table,
     Tables,
     check_name,
     options_of,
@@ -110,7 +111,8 @@ def _with_implied(
             if chosen != value and is_fixed:
                 problems.append(
                     f'{other} = {show(chosen)}: {path} = "{name}" means {other} = "{value}"; '
-                    f"remove {other}, or choose another {path.split('.')[0]}"
+                    f"set {other}={value}, which replaces the value of the job, or choose another "
+                    f"{path.split('.')[0]}"
                 )
     return result, problems
 
@@ -132,8 +134,38 @@ def _with_options(
             result[section], problems = check_name(
                 path, names[path], values, SETTINGS[section], table, others
             )
+            problems = [_name_owners(problem, names[path], table) for problem in problems]
         messages += problems
     return result, messages
+
+
+def _owners(table: Table) -> dict[str, list[str]]:
+    """Return, for each option of any name in a table, the names that have this option."""
+    owners: dict[str, list[str]] = {}
+    for name in table:
+        for option in options_of(table, name):
+            owners.setdefault(option, []).append(name)
+    return owners
+
+
+def _name_owners(problem: str, name: Any, table: Table) -> str:
+    """Replace the end of a message about an unknown key if the key is an option of other names.
+
+    A message that suggests a similar key stays unchanged.
+
+    :param problem: an error message
+    :param name: name in effect in the section, such as "parallel"
+    :param table: all names of the section
+    """
+    path, separator, _ = problem.partition(": unknown key; ")
+    # The options of all names are not read without need, because this takes long.
+    if not separator or "did you mean" in problem:
+        return problem
+    having = _owners(table).get(path.rpartition(".")[2], [])
+    if not having:
+        return problem
+    listed = ", ".join(having[:4]) + (", …" if len(having) > 4 else "")
+    return f'{path}: unknown key of "{name}", an option of {listed}; remove {path}'
 
 
 def _check_local(

@@ -9,7 +9,6 @@ the default if there is one.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import types
 import typing
@@ -18,7 +17,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Literal
 
 from mpigossip.config.errors import JobError
-from mpigossip.config.toml import BadValue, show, unknown
+from mpigossip.config.toml import BadValue, closest, show, unknown
 
 NEEDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 """Scalar types, each with its description in error messages."""
@@ -104,7 +103,7 @@ def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
     for choice in choices:
         if type(value) is type(choice) and value == choice:
             return choice
-    close = difflib.get_close_matches(str(value), map(str, choices), 1)
+    close = closest(str(value), map(str, choices))
     hint = f'; did you mean "{close[0]}"?' if close else ""
     *others, last = map(show, choices)
     listed = f"{', '.join(others)} or {last}" if others else last

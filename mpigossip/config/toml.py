@@ -63,11 +63,24 @@ def near(word: object, words: Iterable[str], others: Iterable[str] = ()) -> str:
         for candidate in candidates
         if len(bare_word) > 2 and bare_word in _bare(candidate)
     ]
-    if close := sorted(containing, key=len)[:3] or difflib.get_close_matches(
-        str(word), candidates, 1
-    ):
+    if close := sorted(containing, key=len)[:3] or closest(str(word), candidates):
         return "did you mean " + " or ".join(f'"{candidate}"' for candidate in close) + "?"
     return "known here: " + ", ".join(words) if words else "there are none here"
+
+
+def closest(word: str, candidates: Iterable[str]) -> list[str]:
+    """Return the candidate that is most similar to ``word`` in a list, or [] if there is none.
+
+    If several are equally similar, the one that consists of the same letters is returned, because
+    letters are often exchanged by mistake. If there is no such candidate, the first one is returned
+    for a long word, and none for a word of up to four letters.
+    """
+    close = difflib.get_close_matches(word, list(candidates), 2)
+    ratios = {difflib.SequenceMatcher(None, candidate, word).ratio() for candidate in close}
+    if len(close) < 2 or len(ratios) > 1:
+        return close[:1]
+    permutations = [candidate for candidate in close if sorted(candidate) == sorted(word)]
+    return permutations or close[: len(word) > 4]
 
 
 def unknown(path: str, valid_keys: Iterable[str], others: Iterable[str] = ()) -> str:

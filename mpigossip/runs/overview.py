@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpigossip.algorithms import BUILDERS
 from mpigossip.cluster.world import World
 from mpigossip.config import NodeSection
+from mpigossip.config.choices import spec_of
 from mpigossip.config.readable import format_bytes, pluralize
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import named_arrays
@@ -46,7 +48,7 @@ def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple
     graph = assembly.parts.graph
     flat = trainer.replicas.flat
     section = job.checkpoint
-    local = f" ({job.local.name})" if job.local.name else ""
+    local = _local(job.algorithm.name, job.local.name)
     cadence = "" if job.cadence.name == "always" else f", cadence {job.cadence.name}"
     saves = f"every {section.every_steps} steps" if section.every_steps else "at the end"
     data = assembly.source
@@ -72,6 +74,18 @@ def overview(progress: Progress, assembly: Assembly, world: World) -> list[tuple
             f"{progress.folder}: log.h5 every {job.log.flush_steps} steps, checkpoints/ {saves}",
         ),
     ]
+
+
+def _local(algorithm: str, local: str | None) -> str:
+    """Return the name of the local step in brackets; "" for a default without momentum.
+
+    :param algorithm: name of the algorithm, or of custom code
+    :param local: setting `local.name`; None: the default of the algorithm is used
+    """
+    spec = spec_of(BUILDERS, algorithm) if local is None else None
+    default = spec.implies.get("local.name") if spec else None
+    name = default if local is None and default != "sgd" else local
+    return f" ({name})" if name else ""
 
 
 def between(engine: Engine, graph: Graph, node: NodeSection, world: World) -> list[tuple[str, str]]:
@@ -188,7 +202,6 @@ def _traffic(engine: Engine, graph: Graph, world: World) -> str:
     the method has exchanges with neighbours, the bytes that an all-reduce would send are added.
     """
     n = graph.n
-    method = engine.method
     mixer = engine.mixer
     layout = mixer.layout
     waits = mixer.synchronous
@@ -212,9 +225,20 @@ def _traffic(engine: Engine, graph: Graph, world: World) -> str:
         if ring and kind is ExchangeKind.GOSSIP
         else ""
     )
-    vectors = pluralize(method.vectors, "vector")
+    vectors = _vectors(engine, [s / max(layout.sent_bytes, 1) for s in sent])
     state = _state(engine, graph, per)
     return f"{format_bytes(average)} per node and {when} ({vectors}){state}{ratio}"
+
+
+def _vectors(engine: Engine, messages: Sequence[float]) -> str:
+    """Return a text on the vectors of a message, and on the number of messages if it is not one.
+
+    :param messages: number of messages that a node sends, for each round of a period
+    """
+    vectors = pluralize(engine.method.vectors, "vector")
+    times = float(np.mean(messages))
+    is_exact = engine.mixer.layout.raw_bytes is None
+    return f"{times:.4g} x {vectors}" if is_exact and times != 1 else vectors
 
 
 def _state(engine: Engine, graph: Graph, per_node: int) -> str:

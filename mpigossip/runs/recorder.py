@@ -21,6 +21,7 @@ from mpigossip.store.log import (
     COLUMNS,
     EVALUATION_COLUMNS,
     MEMBER_COLUMNS,
+    SIMULATED,
     VIRTUAL,
     VIRTUAL_COLUMN,
     Column,
@@ -127,9 +128,17 @@ class Recorder(Hook):
             job=progress.text,
             columns=self._columns,
             evaluation_columns=evaluation_columns(progress.objective),
-            environment=environment() | self._routes | lost,
+            environment=environment() | self._routes | self._simulated(nodes) | lost,
             first_step=first_step,
         )
+
+    def _simulated(self, nodes: int) -> dict[str, str]:
+        """Return an entry of the environment if one process computes several nodes, otherwise {}.
+
+        Its durations then say nothing about the time of a step on nodes.
+        """
+        is_simulated = self._world.comm is None and nodes > 1
+        return {SIMULATED: f"{nodes} nodes in one process"} if is_simulated else {}
 
     def _append_missing(self, progress, rows_by_rank: list) -> None:
         """Append the rows before a rank failure that survivors have in memory, but not in the log.

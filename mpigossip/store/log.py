@@ -75,6 +75,8 @@ COLUMNS = {
     "bytes_sent": Column("B", "bytes sent by the node to other nodes since the start", "int64"),
 }
 """Columns of the steps that each run measures; its log has metrics of the task in addition."""
+SIMULATED = "simulated"
+"""Entry of the environment in the log of a run in which one process computes all nodes."""
 VIRTUAL = "virtual_s"
 VIRTUAL_COLUMN = Column("s", "virtual time since the start, on the machine of the job's [clock]")
 """Additional column of the steps of runs with a virtual clock (`[clock]`)."""

@@ -35,9 +35,10 @@ class Study(Results):
 
         A curve has a value for each evaluation. Runs whose loss became NaN or infinite are left
         out. The band is the 95 % confidence interval of the mean over seeds. The band of an
-        accuracy is clipped to [0, 1]. If the mean of another metric is positive but its band would
-        reach 0 at some evaluation, the lower end of the whole band is replaced by mean² / upper
-        end.
+        accuracy is clipped to [0, 1], and an axis of accuracies may leave out the first
+        evaluations, to show how the last ones differ. If the mean of another metric is positive but
+        its band would reach 0 at some evaluation, the lower end of the whole band is replaced by
+        mean² / upper end.
 
         :param y: name of a metric, "loss" or "consensus_distance"; None: the metric ``judge`` of
             the study
@@ -184,7 +185,7 @@ def study(
     folder = Path(output) if output is not None else Path("runs") / f"study-{path.stem}"
     runner = Runner(path, folder, 0 if partial else processes)
     numbers = _listed("seeds", range(seeds) if isinstance(seeds, Integral) else seeds)
-    rate_of, tried = chosen(cells, rates, judge, runner, larger)
+    rate_of, tried = chosen(cells, rates, judge, runner, larger, len(numbers))
     keys = [(cell, rate_of[cell], seed) for cell in cells for seed in numbers]
     if partial:
         results = runner.complete(keys)

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from mpigossip.config import JobError
 from mpigossip.store.log import VIRTUAL
@@ -31,8 +31,8 @@ MAX_CURVES = 10
 AXES = {"step": "step", "epoch": "epoch", "bytes": "MB sent per node", "time": "virtual seconds"}
 """Label of each horizontal axis, by the values of the parameter ``x`` of `Study.plot`."""
 LABELS = {
-    "loss": "test loss",
-    "accuracy": "test accuracy",
+    "loss": "test loss of the averaged model",
+    "accuracy": "test accuracy of the averaged model",
     "train_loss": "training loss since the previous evaluation",
     "parallel": "parallel SGD", "dsgd": "D-PSGD", "dmsgd": "DmSGD", "qg-dmsgd": "QG-DmSGD",
     "dmsgd-vanilla": "vanilla DmSGD", "decentlam": "DecentLaM", "d2": "D²", "dsgt": "DSGT",
@@ -175,12 +175,45 @@ def _unit(study: Results, y: str) -> str:
 def _scale(axes, y: str) -> None:
     """Make the vertical axis logarithmic if curves span a wide range; limit it for accuracies."""
     if "accuracy" in y:
-        axes.set_ylim(max(axes.get_ylim()[0], -0.02), min(axes.get_ylim()[1], 1.02))
+        low, high = axes.get_ylim()
+        axes.set_ylim(max(low, -0.02, _late_minimum(axes)), min(high, 1.02))
         return
     drawn = np.concatenate([[], *(np.asarray(line.get_ydata(), float) for line in axes.lines)])
     drawn = drawn[np.isfinite(drawn)]
     if len(drawn) and drawn.min() > 0 and drawn.max() > SPAN * drawn.min():
-        axes.set_yscale("log")
+        label_logarithmic(axes)
+
+
+def _late_minimum(axes) -> float:
+    """Return a lower limit for an axis of accuracies, which may cut off the first evaluations.
+
+    Accuracies increase fast at first. If they change little in the last half of the evaluations,
+    an axis of all values would not show how the curves differ. The limit lies as far below the
+    values of the last half as they span, but shows at least a tenth; 0 if it would hardly help, or
+    if a curve has fewer than 8 evaluations.
+    """
+    curves = [np.asarray(line.get_ydata(), float) for line in axes.lines]
+    if not curves or min(map(len, curves)) < 8:
+        return 0.0
+    late = np.concatenate([curve[len(curve) // 2 :] for curve in curves])
+    late = late[np.isfinite(late)]
+    if not len(late):
+        return 0.0
+    limit = late.min() - max(late.max() - late.min(), 0.1)
+    return float(np.floor(20 * limit) / 20) if limit > 0.4 else 0.0
+
+
+def label_logarithmic(axes) -> None:
+    """Make the vertical axis logarithmic, with labels at 1, 2 and 5 times each power of ten.
+
+    If the axis spans more than three powers of ten, only these have labels.
+    """
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if high < 1000 * low:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _panel_axis(study: Results) -> str | None:

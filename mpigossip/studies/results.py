@@ -30,7 +30,8 @@ class Results:
 
     The attribute `rows` has a dict for each point, with its labels and these entries:
 
-    * "nodes", "seeds" (number of complete runs) and, if the study has learning rates, "lr";
+    * "nodes", "seeds" (number of complete runs) and "lr", the setting `schedule.lr` of the runs
+      (NaN if it is not known);
     * "diverged", the number of runs whose loss became NaN or infinite, and "late", the number of
       runs that ended, but whose training loss rose again by over half of its decrease;
     * for each metric, NAME (the mean over the complete runs whose loss stayed finite), NAME_std
@@ -115,7 +116,19 @@ class Results:
         row["late"] = sum(run.late for run in ended)
         for name in self.figures:
             row |= _spread(name, [run.last(name) for run in ended])
-        return row | _spread("MB", [run.last("bytes_sent") / 1e6 for run in ended])
+        row |= _spread("MB", [run.last("bytes_sent") / 1e6 for run in ended])
+        return row if "lr" in row else row | {"lr": self._rate_of_job(cell)}
+
+    def _rate_of_job(self, cell: Cell) -> float:
+        """Return the setting `schedule.lr` of the runs of a point; NaN if it is not known."""
+        jobs = [settings(run.log.job) for run in self.ended(cell)]
+        return float(jobs[0].get("schedule.lr", math.nan)) if jobs else math.nan
+
+    @property
+    def _has_rates(self) -> bool:
+        """True if the table needs a column of learning rates: they were chosen, or differ."""
+        known = {row["lr"] for row in self.rows if not math.isnan(row["lr"])}
+        return len(known) > 1 or any(rate is not None for rate in self.rates.values())
 
     def name_of(self, row: Mapping[str, Any]) -> str:
         """Return the labels of a row, separated by commas, or "the job" if there are no axes."""
@@ -195,7 +208,7 @@ class Results:
         if form not in ("text", "latex"):
             raise JobError(f'table("{form}"): choose one of text, csv, latex')
         left = len(self.axes)
-        rates = ["lr"] * ("lr" in self.rows[0])
+        rates = ["lr"] * self._has_rates
         heads = [axis.removesuffix(".name").rpartition(".")[2] for axis in self.axes]
         heads += [f"lr{self._per()}" for _ in rates] + [*self.figures, "MB per node"]
         columns = [[str(row[axis]) for row in self.rows] for axis in self.axes]
@@ -212,7 +225,55 @@ class Results:
         bold = "bold: not" if strong else "no point is"
         bold += f" significantly different from the best {self.judge} (paired Dunnett's test)"
         bold = bold if len(self.seeds) > 1 else f"bold: the best {self.judge}"
-        return tables.latex(heads, rows, left, [*self._comments(), bold])
+        return tables.latex(heads, rows, left, [*self._comments(), bold, self._caption(bold)])
+
+    def _caption(self, bold: str) -> str:
+        """Return the draft of a caption for LaTeX, with what a reader of the table has to know.
+
+        :param bold: explanation of the bold numbers
+        """
+        size, spread, data = self._size(), self._spread_text(), self._partition()
+        rate = self._rate_text().partition(" (")[0]
+        sentence = bold[0].upper() + bold[1:]
+        parts = [f"Test results of the averaged model; {size}", spread, rate, data, sentence]
+        return rf"\caption{{{'. '.join(map(tables.escaped, filter(None, parts)))}.}}"
+
+    def _size(self) -> str:
+        """Return a text on the numbers of nodes and of steps."""
+        steps = [int(run.last("steps")) for cell in self.cells for run in self.ended(cell)]
+        nodes = sorted({cell.nodes for cell in self.cells})
+        size = f"n = {', '.join(map(str, nodes))}"
+        if steps:
+            size += f", {' to '.join(map(str, sorted({min(steps), max(steps)})))} steps"
+        return size
+
+    def _spread_text(self) -> str:
+        """Return an explanation of the intervals."""
+        up_to = "up to " if any(row["seeds"] < len(self.seeds) for row in self.rows) else ""
+        seeds = f"{up_to}{len(self.seeds)} seeds"
+        half = f"±: half the {100 * LEVEL:.0f} % interval of the mean of {seeds}"
+        return f"{half} (Student's t)" if len(self.seeds) > 1 else "one seed, no intervals"
+
+    def _partition(self) -> str:
+        """Return a text on the partition of the samples if all runs have the same; otherwise ""."""
+        jobs = [settings(run.log.job) for run in self._results.values() if run.log is not None]
+        texts = set()
+        for job in jobs:
+            name = job.get("data.partition", "")
+            alpha = job.get("data.dirichlet_alpha", "")
+            shape = f", α = {alpha}" if name == "dirichlet" else ""
+            texts.add(f"data.partition = {name}{shape}" if name else "")
+        return texts.pop() if len(texts) == 1 else ""
+
+    def _rate_text(self) -> str:
+        """Return a text on the rate if all points have the rate of the job; otherwise ""."""
+        known = {row["lr"] for row in self.rows if not math.isnan(row["lr"])}
+        if self._has_rates or len(known) != 1:
+            return ""
+        return (
+            f"schedule.lr = {known.pop():g}{self._per()} for all points, not tuned for each "
+            '(rates = "search" tunes it)'
+        )
 
     def note(self, cell: Cell) -> str:
         """Return the table's note on a point; "" if there is none.
@@ -245,18 +306,10 @@ class Results:
 
     def _comments(self) -> list[str]:
         """Return lines that explain the table; they are comments in LaTeX."""
-        steps = [int(run.last("steps")) for cell in self.cells for run in self.ended(cell)]
-        nodes = sorted({cell.nodes for cell in self.cells})
-        size = f"n = {', '.join(map(str, nodes))}"
-        if steps:
-            size += f", {' to '.join(map(str, sorted({min(steps), max(steps)})))} steps"
-        up_to = "up to " if any(row["seeds"] < len(self.seeds) for row in self.rows) else ""
-        seeds = f"{up_to}{len(self.seeds)} seeds"
-        half = f"±: half the {100 * LEVEL:.0f} % interval of the mean of {seeds}"
-        spread = f"{half} (Student's t)" if len(self.seeds) > 1 else "one seed, no intervals"
         late = ["diverged late: the training loss rose again by over half of its decrease"]
         late = late * any(row["late"] for row in self.rows)
-        return [f"{spread}; {size}", *late, *self._warnings()]
+        rate = [text for text in [self._rate_text()] if text]
+        return [f"{self._spread_text()}; {self._size()}", *rate, *late, *self._warnings()]
 
     def _warnings(self) -> list[str]:
         """Return warnings that this study hardly distinguishes its points, or cannot do so."""
@@ -322,7 +375,7 @@ class Results:
             for name in [*self.figures, "bytes_sent"]
         }
         labels = {axis: ("point", [cell.label(axis) for cell in self.cells]) for axis in self.axes}
-        if "lr" in self.rows[0]:
+        if self._has_rates:
             labels["lr"] = ("point", [row["lr"] for row in self.rows])
         return xarray.Dataset(values, labels | {"seed": self.seeds})
 

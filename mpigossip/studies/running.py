@@ -19,7 +19,7 @@ import numpy as np
 from mpigossip import config
 from mpigossip.cluster.process import end_with
 from mpigossip.config.errors import Failure, JobError, NonFiniteError
-from mpigossip.config.readable import abbreviate, format_duration, print_safe
+from mpigossip.config.readable import abbreviate, format_duration, pluralize, print_note, print_safe
 from mpigossip.runs.lock import lock
 from mpigossip.store import StoreError
 from mpigossip.store.hdf5 import replacing, writing
@@ -183,10 +183,11 @@ class Runner:
             f"run.output={self.run_directory(key)}",
         ]
 
-    def fill(self, wanted: Sequence[Key]) -> dict[Key, RunResult]:
+    def fill(self, wanted: Sequence[Key], about: str = "") -> dict[Key, RunResult]:
         """Simulate the missing runs, and read the results of all runs.
 
         :param wanted: keys of the runs
+        :param about: text on these runs, and on runs that follow, after the number of missing runs
         :raises Failure: if a run fails, after all other runs have ended
         :raises Missing: if runs are missing and ``processes`` is 0
         :raises JobError: if another study fills the same folder
@@ -196,7 +197,7 @@ class Runner:
         missing = [key for key, result in results.items() if result is None]
         if missing:
             summary = f"{self.folder}: {len(missing)} of {len(wanted)} runs are missing"
-            summary += self._reasons(missing)
+            summary += self._reasons(missing) + about
             if self.processes < 1:
                 words = (
                     ["mpigossip", "simulate", str(self.job), *self.run_arguments(k)]
@@ -306,6 +307,13 @@ class Runner:
                             flush=True,
                         )
                 time.sleep(0.02)
+        except KeyboardInterrupt:
+            done = len(keys) - len(waiting) - len(running)
+            print_note(
+                f"{self.folder}: stopped after {done} of {pluralize(len(keys), 'missing run')}; "
+                "the same command continues"
+            )
+            raise
         finally:
             self._stop([process for process, _ in running.values()])
         return failed
@@ -373,14 +381,17 @@ class Runner:
 def remaining_time(
     durations: Sequence[float], ages: Sequence[float], waiting: int, processes: int
 ) -> float:
-    """Estimate the remaining time of a study in seconds, from the mean duration of its runs.
+    """Estimate the remaining time of a study in seconds, from the mean duration of its last runs.
+
+    Earlier runs are left out, because the load of the machine may have changed.
 
     :param durations: duration of each run that has ended, in seconds, at least one
     :param ages: time since the start of each run in progress, in seconds
     :param waiting: number of runs that are not started
     :param processes: largest number of simultaneous runs
     """
-    mean = sum(durations) / len(durations)
+    recent = durations[-max(4, 2 * processes) :]
+    mean = sum(recent) / len(recent)
     work = waiting * mean + sum(max(mean - age, 0.0) for age in ages)
     return work / max(1, min(processes, waiting + len(ages)))
 

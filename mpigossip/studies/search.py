@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpigossip.config import JobError
+from mpigossip.config.readable import pluralize
 from mpigossip.runs.summary import metrics_of
 from mpigossip.studies.grid import Cell
 from mpigossip.studies.running import DERIVED, Key, Runner, RunResult
@@ -46,6 +47,7 @@ def chosen(
     judge: str | None,
     runner: Runner,
     larger: bool | None = None,
+    seeds: int = 0,
 ) -> tuple[dict[Cell, float | None], list[Trial]]:
     """Choose the learning rate of each point.
 
@@ -57,6 +59,7 @@ def chosen(
     :param runner: runner of the study
     :param larger: whether larger values of ``judge`` are better; None: true for accuracies, and
         false for other metrics
+    :param seeds: number of seeds of the runs that follow, for the message on missing runs
     :return: rate of each point (None: the rate of the job); and all rates that were tried
     :raises JobError: if ``rates`` or ``judge`` is not valid
     :raises Failure: if a run fails
@@ -78,7 +81,8 @@ def chosen(
     results: dict[Key, RunResult] = {}
     for further in [*SEARCHES.get(rates, []), None] if isinstance(rates, str) else [None]:
         keys = [(cell, rate, SEED) for cell in cells for rate in candidates[cell]]
-        results |= runner.fill([key for key in keys if key not in results])
+        about = _about(cells, rates, seeds)
+        results |= runner.fill([key for key in keys if key not in results], about)
         name = figure_of(results.values(), judge)
         tried = [
             Trial(rate, run.last(name), run.late, cell) for (cell, rate, _), run in results.items()
@@ -90,6 +94,23 @@ def chosen(
             more = {cell: further(best[cell], candidates[cell]) for cell in cells}
             candidates = {cell: sorted([*candidates[cell], *more[cell]]) for cell in cells}
     return dict(best), tried
+
+
+def _about(cells: Sequence[Cell], rates: Sequence[float] | str, seeds: int) -> str:
+    """Return a text on the runs of a search, and on the runs that follow it.
+
+    :param cells: points of the grid
+    :param rates: rates to try, or the name of a search
+    :param seeds: number of seeds of the runs that follow
+    """
+    later = len(cells) * seeds
+    further = ""
+    if isinstance(rates, str):
+        further = f", up to {FURTHER} further rates for each point"
+    return (
+        f" of the search of rates (seed {SEED}{further}); afterwards, {later} runs with the "
+        f"chosen rates ({pluralize(len(cells), 'point')} x {pluralize(seeds, 'seed')})"
+    )
 
 
 def figure_of(results: Iterable[RunResult], judge: str | None) -> str:

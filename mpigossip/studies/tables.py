@@ -50,6 +50,7 @@ def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     All means have the same number of decimals. It is chosen so that the median half width has two
     significant digits or, if there are no intervals, so that the smallest mean has four. If that
     mean is below 0.01, the cells are formatted one by one. A mean that is not known becomes "--".
+    If no mean of "MB" is below 1, it has two decimals at most.
     """
     halves = [row[f"{name}_high"] - row[name] for row in rows]
     # If the values of all seeds are equal, rounding can still give an interval.
@@ -58,7 +59,8 @@ def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     positive = [half for half in halves if half > 0]
     smallest = min((abs(row[name]) for row in rows if abs(row[name]) > 0), default=1.0)
     size, shown = (median(positive), 2) if positive else (smallest, 4)
-    digits = min(max(shown - 1 - math.floor(math.log10(size)), 0), 12)
+    most = 2 if name == "MB" and smallest >= 1 else 12
+    digits = min(max(shown - 1 - math.floor(math.log10(size)), 0), most)
 
     def format_cell(mean: float, half: float) -> str:
         if math.isnan(mean):
@@ -100,7 +102,7 @@ def latex(
     }
 
     def line(row: Row) -> str:
-        cells = [_escaped(word) for word in row.cells[:left]]
+        cells = [escaped(word) for word in row.cells[:left]]
         for index, word in enumerate(row.cells[left:], left):
             value = word.replace("±", r"\pm")
             bold = row.strong and index == row.marked
@@ -111,12 +113,12 @@ def latex(
         return " & ".join(cells) + r" \\"
 
     notes = [
-        rf"\multicolumn{{{len(heads)}}}{{l}}{{\footnotesize {mark} {_escaped(note)}}} \\"
+        rf"\multicolumn{{{len(heads)}}}{{l}}{{\footnotesize {mark} {escaped(note)}}} \\"
         for note, mark in marks.items()
     ]
     form = "l" * left + "r" * (len(heads) - left)
     lines = [*(f"% {comment}" for comment in comments), rf"\begin{{tabular}}{{{form}}}"]
-    lines += [r"\toprule", " & ".join(map(_escaped, heads)) + r" \\", r"\midrule"]
+    lines += [r"\toprule", " & ".join(map(escaped, heads)) + r" \\", r"\midrule"]
     lines += [*map(line, rows), r"\bottomrule", *notes, r"\end{tabular}"]
     return "\n".join(lines) + "\n"
 
@@ -133,6 +135,6 @@ def with_greek(words: str) -> str:
     return "".join(rf"\ensuremath{{\{GREEK[c]}}}" if c in GREEK else c for c in words)
 
 
-def _escaped(words: str) -> str:
+def escaped(words: str) -> str:
     """Return a text in which LaTeX's special characters and Greek letters are escaped."""
     return with_greek("".join("\\" + SPECIAL[c] if c in SPECIAL else c for c in words))

@@ -45,6 +45,7 @@ def run(
     seed=0,
     graph="ring",
     lr=0.1,
+    simulated=False,
 ):
     """Create a run directory with a synthetic log."""
     folder.mkdir(parents=True)
@@ -55,7 +56,7 @@ def run(
         nodes=nodes,
         job=config.dump(job),
         columns={name: Column("s", name) for name in NAMES},
-        environment={},
+        environment={"simulated": f"{nodes} nodes in one process"} if simulated else {},
     )
     values = {name: draw.uniform(0.001, 0.002, (steps, nodes)) for name in NAMES}
     values["loss"] *= np.geomspace(1000, 10, max(steps, 1))[:steps, None]
@@ -223,6 +224,34 @@ def test_the_legend_of_the_step_time_counts_what_its_area_shows(tmp_path):
     texts = [text.get_text() for text in axes.get_legend().get_texts()]
     (compute,) = (float(text.split()[-2]) for text in texts if text.startswith("compute"))
     assert compute < 99 and "omitted: 2)" in axes.get_ylabel()
+
+
+def test_times_of_simulated_runs_are_not_called_times_of_steps(tmp_path):
+    """A simulating process computes all nodes in turn, so that its times compare no methods."""
+    folders = [run(tmp_path / name, simulated=True) for name in ("a", "b")]
+    for folder in folders:
+        with h5py.File(folder / "log.h5", "r+") as file:
+            file.copy("steps/loss", "steps/bytes_sent")
+            file["steps/bytes_sent"][...] = np.arange(1, 201)[:, None] * np.full(3, 1e6)
+    runs = load(folders)
+    drawing = figure(runs)
+    titles = [axes._left_title.get_text() for axes in drawing.axes]
+    labels = [axes.get_xlabel() for axes in drawing.axes]
+    assert "Time to simulate a step" in titles and "Step time" not in titles
+    assert labels.count("MB sent per node (mean)") == 2
+    assert not any("time of training" in label for label in labels)
+    assert any("of the simulating process" in label for label in labels)
+    note = plot(folders, tmp_path / "both.png")
+    assert "2 of 2 runs simulated" in note and "clock.network=" in note
+    assert "3 simulated nodes" in table(runs[0].log)
+    write(folders, tmp_path / "both.html")
+    assert "2 of 2 runs simulated" in (tmp_path / "both.html").read_text()
+    real = run(tmp_path / "real")
+    assert plot([real, real], tmp_path / "real.png") == ""
+    mixed = figure(load([folders[0], real]))
+    assert any("simulated runs: of the" in axes.get_xlabel() for axes in mixed.axes)
+    (bars,) = (a for a in mixed.axes if a._left_title.get_text() == "Step time")
+    assert "simulated runs" in bars.get_xlabel()
 
 
 def test_texts_do_not_overlap(tmp_path):

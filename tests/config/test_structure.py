@@ -7,7 +7,9 @@ import pytest
 
 from mpigossip.config import JobError
 from mpigossip.config.structure import Limit, structure
-from tests.cases import naming
+from mpigossip.config.toml import closest
+from mpigossip.training import assemble
+from tests.cases import naming, on_each
 
 Count = Annotated[int, Limit(lambda value: value >= 0, "must be at least 0")]
 
@@ -103,3 +105,27 @@ def test_no_type_is_changed_silently(value, kind, need):
 def test_a_type_that_is_not_known_is_an_error_of_the_program():
     with pytest.raises(TypeError, match=naming("run.key", "set[int]")):
         structure([1], set[int], "run.key")
+
+
+@on_each(
+    ("word", "names", "meant"),
+    [
+        ("act", ["atc", "awc"], ["atc"]),  # two letters are exchanged
+        ("abc", ["atc", "awc"], []),
+        ("rign", ["ring", "star"], ["ring"]),
+        ("digit", ["digits", "digitz"], ["digitz"]),
+        ("qqq", ["ring"], []),
+    ],
+)
+def test_the_most_similar_name_is_suggested_unless_two_short_ones_are_equally_similar(
+    word, names, meant
+):
+    assert closest(word, names)[:1] == meant
+
+
+def test_messages_on_all_reduce_name_a_remedy_that_works_for_a_packaged_job():
+    with pytest.raises(JobError, match="set graph.name=complete, which replaces"):
+        assemble.load("digits", ["algorithm.name=parallel"])
+    words = ["algorithm.name=parallel", "graph.name=complete", "algorithm.style=awc"]
+    with pytest.raises(JobError, match='style: unknown key of "parallel", an option of dsgd'):
+        assemble.load("digits", words)

@@ -129,9 +129,17 @@ def test_only_rank_0_prints():
 @pytest.mark.parametrize(
     "settings, says",
     [
-        ([], ["4 simulated", "2 rounds", "86 kB"]),
-        (["graph.name=ring"], ["2 neighbours", "spectral gap 0.667"]),
-        (["algorithm.name=parallel", "graph.name=complete"], ["reduce-scatter and all-gather"]),
+        ([], ["4 simulated", "2 rounds", "86 kB", "(1 vector)"]),
+        (["graph.name=ring"], ["2 neighbours", "spectral gap 0.667", "(2 x 1 vector)"]),
+        (
+            ["algorithm.name=parallel", "graph.name=complete"],
+            ["reduce-scatter and all-gather", "(1.5 x 1 vector)"],
+        ),
+        (
+            ["algorithm.name=parallel", "graph.name=complete", "local.name=none"],
+            ["parallel (momentum) on complete"],
+        ),
+        (["local.name=none"], ["dsgd on one-peer"]),
         (["node.wire=bf16"], ["bf16 on", "43 kB per node"]),
         (["graph.name=random-matching"], ["1 neighbour", "no period"]),
         (

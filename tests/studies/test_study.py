@@ -344,11 +344,12 @@ def test_a_figure_for_a_paper_has_the_width_of_a_column_and_no_title():
     paper = study.plot("accuracy", "bytes", width=3.4)
     (axes,) = paper.axes
     assert paper.get_size_inches()[0] == 3.4 and paper.get_suptitle() == ""
-    assert axes.get_xlabel() == "MB sent per node" and axes.get_ylabel() == "test accuracy"
+    assert axes.get_xlabel() == "MB sent per node"
+    assert axes.get_ylabel() == "test accuracy of the averaged model"
     assert axes.xaxis.label.get_size() == 8 and axes.get_legend().get_texts()[0].get_size() == 7
     assert axes.lines[0].get_xdata()[-1] == pytest.approx(40)
     screen = study.plot("loss")
-    assert screen.axes[0].get_ylabel() == "test loss (nat)"
+    assert screen.axes[0].get_ylabel() == "test loss of the averaged model (nat)"
     assert screen.get_suptitle().startswith("n = 3, mean of 2 seeds")
     assert screen.get_size_inches()[0] == 5.4 and screen.axes[0].lines[0].get_linewidth() == 1.8
 
@@ -469,7 +470,7 @@ def test_no_row_is_bold_if_all_are_equal_and_a_column_has_equal_decimals():
     losses = [line.split("&")[2].strip(" $") for line in latex.splitlines() if "method" in line][1:]
     assert losses == [r"1.5 \pm 6.4", r"0.1 \pm 0.1"]
     sent = study_of([[run_of(0.9, sent=9_876_543)], [run_of(0.9, sent=123_456_789)]]).table()
-    assert [line.split()[-1] for line in sent.splitlines()[1:3]] == ["9.877", "123.457"]
+    assert [line.split()[-1] for line in sent.splitlines()[1:3]] == ["9.88", "123.46"]
 
 
 def test_the_complete_runs_of_a_study_have_a_table_and_a_copied_folder_is_complete(
@@ -504,6 +505,8 @@ def test_the_complete_runs_of_a_study_have_a_table_and_a_copied_folder_is_comple
 def test_the_remaining_time_follows_from_the_mean_duration():
     assert running.remaining_time([10, 20], [5], waiting=3, processes=2) == (3 * 15 + 10) / 2
     assert running.remaining_time([10], [30], waiting=0, processes=8) == 0
+    # Only the last runs count, because the load of the machine may have changed.
+    assert running.remaining_time([90, 10, 10, 10, 10], [], waiting=2, processes=2) == 10
 
 
 class EndingRunner(Runner):
@@ -622,6 +625,9 @@ def test_a_table_explains_its_numbers_and_lists_diverged_runs():
         "% warning: 3 of 5 intervals exceed ± 0.1: use more seeds, train longer, or use an easier "
         "problem (model.name=mlp)",
         "% bold: not significantly different from the best accuracy (paired Dunnett's test)",
+        r"% \caption{Test results of the averaged model; n = 3, 40 steps. ±: half the 95 \% "
+        "interval of the mean of 2 seeds (Student's t). Bold: not significantly different from the "
+        "best accuracy (paired Dunnett's test).}",
     ]
     assert lines.splitlines()[2:] == [
         r"method & lr per 128 samples & accuracy & loss & MB per node \\",
@@ -649,6 +655,51 @@ def test_a_table_explains_its_numbers_and_lists_diverged_runs():
     assert second.startswith("% warning: one seed") and "seeds = 3" in second
     assert third.startswith("% bold: ") and "accuracy" in third
     assert r"$\mathbf{0.9000}$" in single
+
+
+def test_a_table_states_the_rate_of_the_job_and_the_partition():
+    runs = [[run_of(0.9), run_of(0.8), run_of(0.7)] for _ in range(2)]
+    for run in itertools.chain(*runs):
+        run.log.job += "lr = 0.15\n[data]\npartition = 'dirichlet'\ndirichlet_alpha = 0.1\n"
+    study = study_of(runs)
+    assert "schedule.lr = 0.15 per 128 samples for all points, not tuned" in study.table()
+    assert r"data.partition = dirichlet, \ensuremath{\alpha} = 0.1" in study.table("latex")
+    assert [row["lr"] for row in study.rows] == [0.15, 0.15] and "lr" not in study.axes
+    for run in runs[1]:
+        run.log.job = run.log.job.replace("0.15", "0.3")
+    different = study_of(runs)
+    assert "not tuned" not in different.table()
+    assert different.table().splitlines()[0].split()[1:3] == ["lr", "per"]
+
+
+def test_an_axis_of_accuracies_shows_how_the_last_evaluations_differ():
+    runs = [[run_of(0.97), run_of(0.97)], [run_of(0.92), run_of(0.92)]]
+    for run in itertools.chain(*runs):
+        last = run.log.evaluations["accuracy"][0]
+        run.log.evaluations = {
+            "step": np.arange(10),
+            "accuracy": np.linspace(last - 0.01, last, 10) - [0.8, *[0.0] * 9],
+        }
+    (axes,) = study_of(runs).plot("accuracy").axes
+    assert 0.75 <= axes.get_ylim()[0] <= 0.85
+    runs[1][0].log.evaluations["accuracy"][-1] = runs[1][1].log.evaluations["accuracy"][-1] = 0.1
+    (axes,) = study_of(runs).plot("accuracy").axes
+    assert axes.get_ylim()[0] < 0.1
+
+
+def test_a_dry_run_of_a_search_names_the_runs_that_follow(job_folder):
+    with pytest.raises(running.Missing, match="10 of 10 runs are missing of the search") as error:
+        mpigossip.study(
+            "job.toml",
+            {"graph.name": ["ring", "exponential"]},
+            nodes=4,
+            seeds=3,
+            rates="search",
+            output="searched",
+            processes=0,
+        )
+    assert "afterwards, 6 runs with the chosen rates (2 points x 3 seeds)" in str(error.value)
+    assert "up to 3 further rates for each point" in str(error.value)
 
 
 @pytest.mark.parametrize(
