@@ -381,7 +381,7 @@ def test_a_round_of_more_neighbours_than_stated_is_not_sent(ranks, tmp_path):
     "sections, says",
     [
         ({"algorithm": {"name": "mine:heavy_bal"}}, ("mine", "heavy_bal")),
-        ({"algorithm": {"name": "mine:heavy_ball", "betta": 1}}, ("betta", "beta")),
+        ({"algorithm": {"name": "mine:heavy_ball", "betta": 1}}, ("algorithm.betta", "beta")),
         ({"algorithm": {"name": "mine:three"}}, ("mine:three", "type int")),
         ({"algorithm": {"name": "mine:demanding"}}, ("needs", '"unsigned"')),
         ({"algorithm": {"name": "nowhere:thing"}}, ("nowhere", "imported")),
@@ -392,10 +392,10 @@ def test_a_round_of_more_neighbours_than_stated_is_not_sent(ranks, tmp_path):
         ({"data": {"source": "mine:three"}}, ("mine:three", "type int")),
         ({"data": {"source": "mine:own_needs"}}, ("1 positional", "mpigossip.data.sources.Source")),
         ({"model": {"name": "mine:wrong"}}, "returned int"),
-        ({"model": {"name": "mine:frozen"}}, ("mine:frozen", "no parameter")),
+        ({"model": {"name": "mine:frozen"}}, ("no parameter", "requires_grad_()")),
         ({"model": {"name": "mine:Twice"}}, ("tuple", "(1, 2)", "`.logits`")),
         ({"model": {"name": "mine:configured"}}, ("mine:configured", "'hidden_size'")),
-        ({"log": {"hooks": ["mine:wrong"]}}, ("returned int", "Hook")),
+        ({"log": {"hooks": ["mine:wrong"]}}, ("returned int", "mpigossip.runs.hooks.Hook")),
         ({"log": {"hooks": ["tensorbord"]}}, ("tensorbord", "tensorboard")),
     ],
 )

@@ -159,25 +159,25 @@ def whole(state):
 NONE = "state of Gossip"
 FORGED = {
     "nothing": (whole, NONE),
-    "lacks a part": (without("arrays"), f"{NONE}it lacks 'arrays'"),
-    "shorter": (set_entry("model", lambda m: m[:-1]), r"\(14,\).* 15 elements of torch.float32"),
+    "lacks a part": (without("arrays"), (NONE, "'arrays'")),
+    "shorter": (set_entry("model", lambda m: m[:-1]), ("torch.float32 (14,)", "15 elements")),
     "longer": (
         set_entry("model", lambda m: torch.cat([m, m])),
-        r"\(30,\).* 15 elements of torch.float32",
+        ("torch.float32 (30,)", "15 elements"),
     ),
     "whole numbers": (
         set_entry("model", torch.Tensor.int),
-        "torch.int32 .*.* 15 elements of torch.float32",
+        ("torch.int32", "15 elements", "torch.float32"),
     ),
     "doubles": (
         set_entry("model", torch.Tensor.double),
-        "torch.float64 .*.* 15 elements of torch.float32",
+        ("torch.float64", "15 elements", "torch.float32"),
     ),
     "of numpy": (
         set_entry("model", torch.Tensor.numpy),
-        "model is ndarray.* 15 elements of torch.float32",
+        ("ndarray", "15 elements", "torch.float32"),
     ),
-    "of two axes": (set_entry("model", lambda m: m[None]), r"\(1, 15\).* 15 elements"),
+    "of two axes": (set_entry("model", lambda m: m[None]), ("(1, 15)", "15 elements")),
     "transposed": (set_entry("shapes", [[4, 3], [3]]), "other parameters"),
     "names": (
         set_entry("names", ["bias", "weight"]),

@@ -260,7 +260,7 @@ def test_unsupported_arguments_are_rejected():
     refused(("perio", '"period"'), "gossip-pga", perio=3)
     refused("local = 'adamw'", local="adamw")
     refused(
-        ("1 parameters", "not in the model"),
+        ("1 parameters", "the model"),
         make=lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(1))], lr=0.1),
     )
 

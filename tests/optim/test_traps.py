@@ -953,14 +953,14 @@ DENSE = "dense arrays"
         ),
         (
             lambda m: (SingleProcess(), [m, 3], sgd(m)),
-            ("model is a list", "torch.nn.ModuleList([…])"),
+            ("model is a list", "torch.nn.Module"),
         ),
         (lambda m: (SingleProcess(), sgd(m), m), "optimizer is Sequential"),
         (lambda m: (SingleProcess(), m, torch.optim.SGD), ("optimizer is SGD", "instance")),
         (lambda m: (m, sgd(m), SingleProcess()), ("Sequential", "mpigossip.world()")),
         (
             lambda m: (SingleProcess(), m.to("meta"), sgd(m)),
-            ("0.weight", "meta device", "to_empty"),
+            ("0.weight", "meta device", "model.to_empty"),
         ),
     ],
 )

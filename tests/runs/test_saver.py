@@ -82,7 +82,7 @@ def failing(at):
 
 def test_a_full_disk_stops_the_run_and_earlier_checkpoints_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "write_node", failing(12))
-    with pytest.raises(ValueError, match=naming("step 12", "No space left", "on_error")):
+    with pytest.raises(ValueError, match=naming("step 12", "No space left", "checkpoint.on_error")):
         start_and_resume.train(job(tmp_path), SingleProcess(), 2)
     newest = checkpoint.latest(tmp_path)
     assert newest == checkpoint.folder(tmp_path, 6) and not checkpoint.verify(newest)
@@ -107,7 +107,7 @@ def test_a_short_failure_of_the_file_system_costs_one_checkpoint(tmp_path, monke
         job(tmp_path, "checkpoint.on_error=continue"), SingleProcess(), 2
     )["finished"]
     assert "Stale file handle; training continues" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=naming("Stale file handle", "on_error")):
+    with pytest.raises(ValueError, match=naming("Stale file handle", "checkpoint.on_error")):
         start_and_resume.train(job(tmp_path / "stops"), SingleProcess(), 2)
 
 

@@ -155,7 +155,7 @@ def test_a_machine_is_a_name_or_a_file(tmp_path):
     assert result.jitter == 0.2 and result.bandwidth == 5e6 and result.compute_s == 0.01
     (tmp_path / "wrong.json").write_text(json.dumps({"compute_s": 1}))
     wrong = [
-        (["clock.network=1gbit"], "compute_s"),
+        (["clock.network=1gbit"], "clock.compute_s"),
         (["clock.network=10gigabit"], '"10gigabit"'),
         ([f"clock.network={tmp_path}/wrong.json"], ("wrong.json", "not a file")),
     ]

@@ -329,7 +329,7 @@ def test_graphs_of_a_device_share_a_pool_and_replay_in_their_order(monkeypatch):
     assert caught.value.__notes__ == ["in slot 1 of this node, on cuda:1"]
     done = list(fake.log)
     with pytest.raises(
-        capture.CannotCapture, match=naming("(1, 2)", "(3, 2)", 'cuda_graphs = "never"')
+        capture.CannotCapture, match=naming("(1, 2)", "(3, 2)", 'node.cuda_graphs = "never"')
     ):
         graphs.replay([(inputs, targets), (inputs[:1], targets[:1])])
     assert fake.log == done, (
