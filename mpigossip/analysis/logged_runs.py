@@ -190,7 +190,7 @@ def time_note(runs: Sequence[LoggedRun]) -> str:
     if not simulated:
         return ""
     note = (
-        f"{len(simulated)} of {pluralize(len(runs), 'run')} simulated: their seconds are those of "
+        f"{len(simulated)} of {pluralize(len(runs), 'run')} simulated: their times are times of "
         "one process that computes all nodes, and do not compare methods"
     )
     if all(run.has_virtual_time for run in simulated):
