@@ -396,8 +396,8 @@ def test_an_unknown_site_names_the_folder_of_the_centre_and_all_names(centre):
     for part in ('site "mars" is unknown', str(centre), "MPIGOSSIP_SITES", "ours", "lumi", ".toml"):
         assert part in text
     assert text.count("generic-slurm") == 1  # no name is printed twice
-    assert "known here: ours, perlmutter, frontier, " in text  # the centre's own names come first
-    with pytest.raises(JobError, match=r'did you mean "lumi"\? \(all names: ours, perlmutter, f'):
+    assert "ours, perlmutter" in text  # the centre's own names come first
+    with pytest.raises(JobError, match=naming('mean "lumi"', "ours, perlmutter")):
         read_site("lumii")
     (centre / "ours.toml").write_text("= broken")
     with pytest.raises(JobError, match=naming(f"{centre}/ours.toml", "TOML")):
@@ -852,7 +852,7 @@ def test_an_end_that_squeue_does_not_know_is_not_this_morning(
 ):
     done, exported, _ = slurm_script(name, answer)
     assert exported == end
-    assert ("squeue does not name the end of this job" in done.stderr) == is_reported
+    assert ("squeue does not name" in done.stderr) == is_reported
     assert is_reported or not done.stderr
 
 
@@ -864,7 +864,7 @@ def test_ready_made_scripts_queue_again_only_after_a_new_checkpoint(slurm_script
     assert (done.returncode, words) == (0, again), done.stderr
     done, _, words = slurm_script(name)  # the attempt leaves the same checkpoint
     assert done.returncode == 1 and "scontrol" not in words
-    assert f"stopped without a new checkpoint in {run}; it is not tried again" in done.stderr
+    assert f"without a new checkpoint in {run}" in done.stderr
     done, _, words = slurm_script(name, effect=f"mkdir {run}/checkpoints/step-00000200")
     assert (done.returncode, words) == (0, again), done.stderr
 

@@ -424,7 +424,7 @@ def test_a_named_library_that_fails_is_shown_with_remedies():
 def test_a_missing_mpi_is_a_missing_module_on_a_cluster(env):
     """Staff of a cluster must never install an MPI of a wheel, so the module comes first."""
     text = str(no_mpi(RuntimeError("cannot load MPI library"), env))
-    module = text.index("on a cluster, load the module of the MPI with which mpi4py was built")
+    module = text.index("load the module")
     assert module < text.index("; elsewhere, ") < text.index("pip install mpich")
 
 

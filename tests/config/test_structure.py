@@ -124,8 +124,8 @@ def test_the_most_similar_name_is_suggested_unless_two_short_ones_are_equally_si
 
 
 def test_messages_on_all_reduce_name_a_remedy_that_works_for_a_packaged_job():
-    with pytest.raises(JobError, match="set graph.name=complete, which replaces"):
+    with pytest.raises(JobError, match=naming("set graph.name=complete")):
         assemble.load("digits", ["algorithm.name=parallel"])
     words = ["algorithm.name=parallel", "graph.name=complete", "algorithm.style=awc"]
-    with pytest.raises(JobError, match='style: unknown key of "parallel", an option of dsgd'):
+    with pytest.raises(JobError, match=naming("algorithm.style", '"parallel"', "option of dsgd")):
         assemble.load("digits", words)

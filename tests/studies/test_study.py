@@ -662,7 +662,8 @@ def test_a_table_states_the_rate_of_the_job_and_the_partition():
     for run in itertools.chain(*runs):
         run.log.job += "lr = 0.15\n[data]\npartition = 'dirichlet'\ndirichlet_alpha = 0.1\n"
     study = study_of(runs)
-    assert "schedule.lr = 0.15 per 128 samples for all points, not tuned" in study.table()
+    assert "schedule.lr = 0.15 per 128 samples" in study.table()
+    assert "not tuned" in study.table()
     assert r"data.partition = dirichlet, \ensuremath{\alpha} = 0.1" in study.table("latex")
     assert [row["lr"] for row in study.rows] == [0.15, 0.15] and "lr" not in study.axes
     for run in runs[1]:
@@ -688,7 +689,7 @@ def test_an_axis_of_accuracies_shows_how_the_last_evaluations_differ():
 
 
 def test_a_dry_run_of_a_search_names_the_runs_that_follow(job_folder):
-    with pytest.raises(running.Missing, match="10 of 10 runs are missing of the search") as error:
+    with pytest.raises(running.Missing, match=naming("10 of 10 runs")) as error:
         mpigossip.study(
             "job.toml",
             {"graph.name": ["ring", "exponential"]},
@@ -698,8 +699,8 @@ def test_a_dry_run_of_a_search_names_the_runs_that_follow(job_folder):
             output="searched",
             processes=0,
         )
-    assert "afterwards, 6 runs with the chosen rates (2 points x 3 seeds)" in str(error.value)
-    assert "up to 3 further rates for each point" in str(error.value)
+    assert "6 runs" in str(error.value) and "2 points x 3 seeds" in str(error.value)
+    assert "3 further rates" in str(error.value)
 
 
 @pytest.mark.parametrize(
