@@ -320,3 +320,9 @@ def test_a_cost_is_judged_by_the_upper_end_of_its_interval():
     assert replace(evidence, interval=None).fulfils(Accept())
     loss = replace(evidence, unit="%", cost=0.9, interval=None)
     assert loss.fulfils(Accept()) and not loss.fulfils(Accept(loss=0.5, points=9.0))
+    assert not replace(loss, cost=-1.0, seeds=1).fulfils(Accept())
+
+
+def test_the_number_of_seeds_of_a_measurement_is_the_one_in_its_description():
+    for evidence in EVIDENCE:
+        assert re.search(r"(\d+) (?:paired )?seeds?$", evidence.model)[1] == str(evidence.seeds)

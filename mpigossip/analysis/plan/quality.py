@@ -50,6 +50,8 @@ class Evidence:
     """Number of steps H between exchanges."""
     style: str = ""
     """Style of the method that was measured, "atc" or "awc"; "" if it has none."""
+    seeds: int = 5
+    """Number of seeds with which both methods were run."""
 
     @property
     def text(self) -> str:
@@ -61,7 +63,12 @@ class Evidence:
         return f"{cost}: {self.model}, {self.nodes} nodes ({self.page})"
 
     def fulfils(self, accept: Accept) -> bool:
-        """Return whether the cost is acceptable, at the upper end of its interval if it has one."""
+        """Return whether the cost is acceptable, at the upper end of its interval if it has one.
+
+        A cost from one seed is never acceptable, because other seeds may have a larger one.
+        """
+        if self.seeds == 1:
+            return False
         limit = accept.points if self.unit == "points" else accept.loss
         return (self.interval[1] if self.interval else self.cost) <= limit
 
@@ -83,16 +90,18 @@ EVIDENCE = (
     Evidence("dmsgd-vanilla", PEER, LENET, 62_006, 16, 3.55, (2.52, 4.58), "points", RESULTS,
              ("3.55 [2.52, 4.58] points",), style="atc"),
     Evidence("dsgd", PEER, GPT, 2_200_000, 4, 12.71, None, "%", BENCHMARKS, ("+12.71 %",),
-             style="atc"),
-    Evidence("dsgd", PEER, SMALL_GPT, 174_656, 4, 3.4, None, "%", TEXT, ("3.4 %",), style="awc"),
-    Evidence("dsgd", PEER, SMALL_GPT, 174_656, 4, 0.8, None, "%", TEXT, ("0.8 %",), style="atc"),
+             style="atc", seeds=2),
+    Evidence("dsgd", PEER, SMALL_GPT, 174_656, 4, 3.4, None, "%", TEXT, ("3.4 %",), style="awc",
+             seeds=1),
+    Evidence("dsgd", PEER, SMALL_GPT, 174_656, 4, 0.8, None, "%", TEXT, ("0.8 %",), style="atc",
+             seeds=1),
     Evidence("diloco", "complete", GPT, 2_200_000, 4, 20.80, None, "%", BENCHMARKS,
-             ("+20.80 %",), 8),
+             ("+20.80 %",), 8, seeds=2),
     Evidence("diloco", "complete", GPT, 2_200_000, 4, 21.46, None, "%", BENCHMARKS,
-             ("+21.46 %",), 32),
+             ("+21.46 %",), 32, seeds=2),
     Evidence("diloco", "complete", GPT, 2_200_000, 4, 25.60, None, "%", BENCHMARKS,
-             ("+25.60 %",), 128),
-    Evidence("gasloc", PEER, GPT, 2_200_000, 4, 27.43, None, "%", BENCHMARKS, ("+27.43 %",), 32),
+             ("+25.60 %",), 128, seeds=2),
+    Evidence("gasloc", PEER, GPT, 2_200_000, 4, 27.43, None, "%", BENCHMARKS, ("+27.43 %",), 32, seeds=2),
 )  # fmt: skip
 """All measurements with float32 messages and without fragments. A test compares them with their
 pages."""
