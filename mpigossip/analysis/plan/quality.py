@@ -101,7 +101,8 @@ EVIDENCE = (
              ("+21.46 %",), 32, seeds=2),
     Evidence("diloco", "complete", GPT, 2_200_000, 4, 25.60, None, "%", BENCHMARKS,
              ("+25.60 %",), 128, seeds=2),
-    Evidence("gasloc", PEER, GPT, 2_200_000, 4, 27.43, None, "%", BENCHMARKS, ("+27.43 %",), 32, seeds=2),
+    Evidence("gasloc", PEER, GPT, 2_200_000, 4, 27.43, None, "%", BENCHMARKS, ("+27.43 %",), 32,
+             seeds=2),
 )  # fmt: skip
 """All measurements with float32 messages and without fragments. A test compares them with their
 pages."""
