@@ -92,7 +92,7 @@ def table(log: Log) -> str:
         ]
     means = {part: mean_ms(log, part) for part in PARTS}
     total = sum(means.values())
-    begin = "one process simulates a step of all nodes in" if is_simulated(log) else "a step takes"
+    begin = "the simulation of a step takes" if is_simulated(log) else "a step takes"
     spent = f"{begin} {total:.3g} ms: {', '.join(shares(means))}"
     lines += ["", spent if total else "no steps yet"]
     if "finished" in log.summary:

@@ -169,7 +169,7 @@ class SyntheticRunner:
         self.job = job
         self.best = best
 
-    def fill(self, keys):
+    def fill(self, keys, about=""):
         return {key: RunResult(self.log(abs(math.log(key[1] / self.best)))) for key in keys}
 
     def log(self, loss):

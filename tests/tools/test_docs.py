@@ -493,7 +493,7 @@ def test_the_times_of_each_style_on_the_page_of_a_gpt_are_what_plan_predicts(
 
 def test_the_losses_and_the_memory_on_the_page_of_a_gpt_have_a_source():
     page = PAGES["gpt-8x8"]
-    losses = page.partition("\n## Which loss")[2].partition("\n## ")[0]
+    losses = page.partition("\n## Expected loss")[2].partition("\n## ")[0]
     rows = [line for line in losses.splitlines() if line.startswith("| ") and "](" in line]
     assert len(rows) == 5
     for row in rows:
