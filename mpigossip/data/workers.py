@@ -255,7 +255,10 @@ def end(batches: Any) -> None:
 
 
 def unwatch(batches: Any) -> None:
-    """Prevent torch from raising errors when a loading process of an iterator ends."""
+    """Prevent torch from raising an error when a loading process of a data loader ends.
+
+    :param batches: iterator of a `torch.utils.data.DataLoader`; nothing is done for other iterators
+    """
     if getattr(batches, "_worker_pids_set", False):
         signal_handling._remove_worker_pids(id(batches))
         batches._worker_pids_set = False

@@ -111,10 +111,10 @@ class Classification:
 class LanguageModel:
     """Task with the cross-entropy of the next token, and the fraction of correct predictions.
 
-    A batch is either (tokens, next tokens) or a mapping with `input_ids` (B, T), as tokenizers
-    return it. The labels of a mapping are its `labels`, or `input_ids` if it has no labels. This
-    class shifts these labels by one position and ignores the label -100. All tensors of the mapping
-    except `labels` are passed to the model.
+    A batch is either (tokens, next tokens), (B, T) each, or a mapping with `input_ids` (B, T), as
+    tokenizers return it. The labels of a mapping are its `labels`, or `input_ids` if it has no
+    labels. This class shifts these labels by one position and ignores the label -100. All tensors
+    of the mapping except `labels` are passed to the model.
     """
 
     units = {"loss": "nat", "nats_per_byte": "nat/byte"}
