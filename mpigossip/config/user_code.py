@@ -119,7 +119,7 @@ def build_checked(
         ) from error
     if not isinstance(result, kind):
         raise JobError(
-            f'{setting} = "{name}" returned {type(result).__name__}; it should return a '
+            f'{setting} = "{name}" returned {type(result).__name__}; it must return a '
             f"{kind.__module__}.{kind.__qualname__}"
         )
     return result

@@ -23,7 +23,7 @@ from mpigossip.data.pytree import Nested, leaves
 SPLITS = ("train", "test")
 EMPTY = 'its "{}" has no sample; it needs at least one'
 EXPECTED = (
-    'it should return a mpigossip.data.sources.Source, or {"train": …, "test": …} of torch '
+    'it must return a mpigossip.data.sources.Source, or {"train": …, "test": …} of torch '
     'Datasets (and optionally "collate", a function that makes a batch of samples that torch\'s '
     "default_collate does not support)"
 )

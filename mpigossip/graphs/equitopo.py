@@ -43,8 +43,8 @@ def _distances(name: str, n: int, seed: int, peers: int | None) -> np.ndarray:
         if math.gcd(n, *distances.tolist()) == 1:
             return distances
     raise GraphError(
-        f'graph "{name}": none of {DRAWS} draws of peers = {peers} distances connects its n = {n} '
-        f"nodes; set peers = {peers + 1}"
+        f'graph "{name}": peers = {peers}: none of {DRAWS} random choices of this number of '
+        f"distances connects all {n} nodes; set peers = {peers + 1}"
     )
 
 

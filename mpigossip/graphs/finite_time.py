@@ -271,7 +271,8 @@ def breadth_first(over: Graph) -> list[int]:
     depths = csgraph.shortest_path(near, unweighted=True).max(axis=1)
     if not np.isfinite(depths).all():
         raise GraphError(
-            f'graph "{over.name}" is not connected; a spanning tree needs a connected graph'
+            f'graph "spanning-tree": over = "{over.name}": this graph is not connected, so it has '
+            "no spanning tree; name a connected graph"
         )
     root = int(depths.argmin())
     parents = csgraph.breadth_first_order(near, root)[1]

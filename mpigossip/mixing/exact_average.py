@@ -240,8 +240,8 @@ class RankMixer(Mixer):
         """
         if graph.n != world.size:
             raise ValueError(
-                f"a graph of {graph.n} nodes can't run on {world.size} ranks: build it for "
-                "world.size nodes"
+                f"graph: has {graph.n} nodes, but the world has {world.size} ranks: build a graph "
+                f"of {world.size} nodes"
             )
         odd = [w for w in layout.widths if layout.dtype.itemsize * layout.vectors * w % 8]
         if layout.scalars and odd:

@@ -117,7 +117,7 @@ class ForkLog(ReplayLog):
         root = place.disk.root
         if not self.end:
             raise JobError(
-                f'the training in "{root}" has not ended, but forks and blame compare final '
+                f'the training in "{root}" has not ended, but --fork and --blame compare final '
                 f"models: run `mpigossip join {root}` until all chunks are trained"
             )
         self.check_complete()

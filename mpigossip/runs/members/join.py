@@ -729,7 +729,8 @@ def check_lease(lease_s: float, round_s: float) -> None:
     if lease_s < ROUNDS_PER_LEASE * round_s:
         raise JobError(
             f"members.lease_s = {lease_s:g}: must be at least five times the duration of a round, "
-            f"which is {round_s:.3g} s here, because other members close a member that is silent "
-            f"for a lease: begin in another folder with {ROUNDS_PER_LEASE * round_s:.0f} s "
-            "(members.lease_s of a job, lease_s of a program), or with fewer steps per round"
+            f"which is {round_s:.3g} s here, because other members close the place of a member "
+            "that is silent for longer than its lease: begin in another folder with "
+            f"members.lease_s = {ROUNDS_PER_LEASE * round_s:.0f} (in a program, "
+            f"lease_s={ROUNDS_PER_LEASE * round_s:.0f}), or with fewer steps per round"
         )
