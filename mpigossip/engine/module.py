@@ -493,7 +493,7 @@ def changed_message(name: str, before: torch.Tensor, now: torch.Tensor) -> str:
 
     :param name: name of the parameter
     :param before: tensor with the earlier type, shape and device
-    :param now: tensor with the present ones
+    :param now: tensor with the present type, shape and device
     """
     old, new = ((f"{tuple(t.shape)} {t.dtype} on {t.device}") for t in (before, now))
     return (

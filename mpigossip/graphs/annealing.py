@@ -360,8 +360,8 @@ class Screen:
         includes them: the constant vector (skip = 1) adds nothing to differences, and if λ_2 = 0 it
         cannot be distinguished from the other vectors of its eigenspace.
 
-        :param gaps: distance ≥ 0 of each eigenvalue from the one of interest, in ascending order of
-            the eigenvalues, (b,); a negative distance counts as 0
+        :param gaps: distance ≥ 0 of each eigenvalue from the eigenvalue whose change is returned,
+            in ascending order of the eigenvalues, (b,); a negative distance counts as 0
         :param vectors: eigenvectors v_k as columns, in the same order, (b, b)
         :param skip: number of leading vectors that do not count in the sum of the weights
         :param width: distance at which the weight has fallen to 1/e

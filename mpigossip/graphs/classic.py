@@ -179,7 +179,8 @@ def _connected(name: str, n: int, seed: int, draw: Callable[[int], Any], remedy:
     :param name: name of the graph, for the message
     :param n: number of nodes
     :param seed: seed of the numbers
-    :param draw: function of a number from 0 to 2³² − 1 that returns a networkx graph
+    :param draw: function that is called with a number from 0 to 2³² − 1 and returns a networkx
+        graph
     :param remedy: end of the message
     :raises GraphError: if none of TRIES graphs is connected; the message ends with ``remedy``
     """

@@ -549,11 +549,13 @@ class Gossip(torch.optim.Optimizer):
         including the statistics of BatchNorm, and are restored when the block ends. If a rank fails
         while the average is computed, and the others survive, the model keeps its own values.
 
-        :param twin: module that is averaged and returned in place of the model, such as its EMA
+        :param twin: module that is averaged and returned in place of the model, such as its EMA;
+            None: the model
         :param recalibrate: batches of this node with which the statistics of BatchNorm are computed
             again for the averaged model, before they are averaged themselves: tensors, pairs
             (inputs, targets), mappings whose entries are passed by name if ``forward`` has
-            parameters of these names, or objects with a method ``to(device)``, such as graphs
+            parameters of these names, or objects with a method ``to(device)``, such as graphs;
+            None: average the present statistics
         :raises JobError: inside another averaged() or an asynchronous pause; if ``recalibrate`` is
             given and the module has no BatchNorm with running statistics; on all ranks, if the
             batches of a rank are empty, or if the modules of the ranks differ in layout

@@ -85,7 +85,11 @@ class Manifest:
 
 
 def name(node: int, slot: int | None = None) -> str:
-    """Return the name of the file of a node, or of one of its slots."""
+    """Return the name of the file of a node, or of one of its slots.
+
+    :param node: number of the node
+    :param slot: index of the slot; None: the file contains the whole node
+    """
     return f"node-{node:04d}.h5" if slot is None else f"node-{node:04d}-{slot:04d}.h5"
 
 

@@ -261,7 +261,12 @@ class Setting:
                 self.graph = self.job.graph.name
 
     def log(self, disk: RecordStore, cut: int, without: int | None = None) -> ForkLog:
-        """Return the :class:`ForkLog` of a fork with these jobs."""
+        """Return the :class:`ForkLog` of a fork with these jobs.
+
+        :param disk: folder of the recorded training
+        :param cut: largest age of a round that stays as it is
+        :param without: place that the fork leaves out; None: no place is left out
+        """
         # Places may be farther apart at the cut than the fork allows. If they were then never
         # averaged, their ages would stay as different as they are, since each advances by 1.
         behind = max(self.behind, BEHIND * self.plan.longest) if cut else self.behind

@@ -557,7 +557,7 @@ def job_of(
     """Return the job of the training in a folder; if there is no training, begin one.
 
     :param folder: folder of the training
-    :param job: this member's copy of the job; None: the one in the folder
+    :param job: this member's copy of the job; None: the copy in the folder
     :param disk: the same folder as a record store
     :param name: name of the file with the job. Its first line holds the file format, the version of
         PyTorch and the layout of the parameters, which all members share, too
