@@ -78,7 +78,7 @@ def ring_lattice(n: int, seed: int = 0, *, degree: int = 4) -> Graph:
     if degree < 2 or degree % 2 or degree >= n:
         raise GraphError(
             f'graph "ring-lattice" needs an even degree from 2 to {n - 1} at n = {n}, got '
-            f'{degree}; "random-regular" accepts odd degrees, "complete" has degree n − 1'
+            f'{degree}; use "random-regular" for an odd degree, or "complete" for degree n − 1'
         )
     return both_ways(n, range(1, degree // 2 + 1))
 

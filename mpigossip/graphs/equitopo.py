@@ -105,7 +105,9 @@ def _swept(n: int, seed: int, t: int) -> Round:
 
 def _eta(name: str, eta: float) -> float:
     if not 0.0 < eta <= 1.0:
-        raise GraphError(f'graph "{name}" needs eta in (0, 1], got {eta}; 0.5 mixes well')
+        raise GraphError(
+            f'graph "{name}" needs eta in (0, 1], got {eta}; use 0.5, which mixes well'
+        )
     return eta
 
 
