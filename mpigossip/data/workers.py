@@ -180,9 +180,9 @@ def _endless(stream: IterableDataset, first: int, stride: int) -> Iterator[Any]:
 
     If the stream has a method `set_epoch`, each pass calls it first, with the number of the pass.
 
-    :param stream: the stream
+    :param stream: dataset of the program, which may be read more than once
     :param first: number of the first sample of each pass, from 0
-    :param stride: distance between samples
+    :param stride: difference between the numbers of successive samples
     :raises ValueError: if the stream can't be read twice, or if a pass yields no sample
     """
     for number in itertools.count():

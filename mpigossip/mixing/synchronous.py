@@ -262,7 +262,7 @@ class Synchronous(RankMixer):
     # -- a round: outbox, start, finish ------------------------------------------------------
 
     def outbox(self, t: int) -> MessageArrays:
-        """End the previous round, and return the outbox, which its readers no longer read."""
+        """End the previous round, and return the outbox, which no out-neighbour reads any more."""
         check_process()
         self._end_round()
         return self._buffers.out

@@ -209,7 +209,7 @@ class Objective:
     def __init__(self, task: Task, name: str = "classification", metrics: tuple[str, ...] = ()):
         """Store a task, its name and its metrics.
 
-        :param task: the task
+        :param task: task that computes loss and metrics
         :param name: value of `task.name`, for messages
         :param metrics: names of the metrics, without "loss"
         """
@@ -290,7 +290,7 @@ class Objective:
         The task is called as in an evaluation. The state of the CPU's random number generator is
         preserved.
 
-        :param model: the model
+        :param model: model that is trained
         :param batch: batch on the device of the model
         :raises JobError: if the task fails, if the result of a custom task is invalid, or if the
             name of a metric is reserved or invalid

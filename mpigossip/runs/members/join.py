@@ -597,11 +597,12 @@ def _begin(folder: Path, job: Job | None, disk: RecordStore, name: str, head: st
     """Begin a training: create the folders and publish the job.
 
     :param folder: folder of the training
-    :param job: the job
+    :param job: this member's copy of the job; None: an error is raised
     :param disk: the same folder as a record store
     :param name: name of the file with the job
     :param head: first line of this file
-    :raises JobError: if ``job`` is None, or if the folder can't be used
+    :raises JobError: if ``job`` is None, if the folder is a file or contains something else, or if
+        its file system has no hard links
     """
     if job is None:
         raise JobError(none_there(disk))
