@@ -52,7 +52,7 @@ def import_object(setting: str, name: str, form: str) -> Callable:
         )
     if not callable(imported):
         raise JobError(
-            f'{setting} = "{name}" is of type {type(imported).__name__}; it should be a '
+            f'{setting} = "{name}" is of type {type(imported).__name__}; it must be a '
             f"function of {form}"
         )
     return imported

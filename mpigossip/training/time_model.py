@@ -365,12 +365,12 @@ class Clock:
         return self.now
 
     def _exchanged(self, kind: ExchangeKind, t, begin: np.ndarray, ready: np.ndarray) -> np.ndarray:
-        """Return the time at which each node has the result of an exchange, (rows, n).
+        """Return the time at which each node has the result of an exchange, in seconds, (rows, n).
 
         :param kind: kind of the exchange
         :param t: round of the exchange; None unless it is gossip
-        :param begin: time at which each node starts to send, (rows, n)
-        :param ready: time at which each node has computed its gradient, (rows, n)
+        :param begin: time at which each node starts to send, in seconds, (rows, n)
+        :param ready: time at which each node has computed its gradient, in seconds, (rows, n)
         """
         timing = self._timing
         exchanges = self._timing.exchanges
@@ -408,8 +408,8 @@ class VirtualClock:
 
         :param job: the job
         :param assembly: the parts of the job
-        :param begun: time at which each node had ended the steps before a resume, (n,), NaN if it
-            is not known; None: 0 for all nodes
+        :param begun: time in seconds at which each node had ended the steps before a resume, (n,),
+            NaN if it is not known; None: 0 for all nodes
         :raises JobError: if `[clock]` names no valid machine
         """
         section = job.clock
