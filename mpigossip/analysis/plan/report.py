@@ -59,7 +59,7 @@ def text(
     note: str = "",
     hint: str = "",
 ) -> str:
-    """Return a text with two tables: all numbers of nodes, and details for the last one.
+    """Return a text with two tables: all numbers of nodes, and details for the last number.
 
     :param what: the job and its sizes
     :param machine: costs of the machine
