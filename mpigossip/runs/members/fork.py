@@ -164,7 +164,7 @@ class ForkLog(ReplayLog):
             )
         except ValueError:
             raise JobError(
-                f"--without {change.without}: no other place has trained, so that there is no "
+                f"--without {change.without}: no other place has trained, so there is no "
                 "model without this place; omit --without"
             ) from None
         self.rounds = dict(schedule.rounds)
@@ -456,7 +456,7 @@ def blamed(setting: Setting, disk: RecordStore, cut: int) -> tuple[float, dict[i
     places = sorted({version.place for version in log.later})
     if len(places) < 2:
         raise JobError(
-            f"--blame: only place {places[0]} has rounds after round {cut}, so that no training "
+            f"--blame: only place {places[0]} has rounds after round {cut}, so no training "
             "without it can be compared; give a smaller number after --fork, or a training of "
             "several places"
         )
