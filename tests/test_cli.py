@@ -157,7 +157,7 @@ SEARCH = ["graph", "search", "--nodes", "8", "--out", "g.json"]
         ([*DRY, "task.name=quadratics"], 'means model.name = "point"'),
         ([*DRY, "task.name=factorization"], 'means data.source = "factorization"'),
         ([*DRY, "algorithm.name=os:system"], "algorithm.name"),
-        ([*DRY, "algorithm.name=json:dumps", "local.name=none"], "should return"),
+        ([*DRY, "algorithm.name=json:dumps", "local.name=none"], "must return"),
         ([*DRY, "local.options=3"], "local.options"),
         (["simulate", JOB, "--nodes", "10000000000", "--dry-run"], "at most 65536"),
         ([*PLAN, "--save", "nowhere/x.json"], "make its folder first"),

@@ -141,7 +141,7 @@ def holm(rows: Sequence[Verdict]) -> list[Verdict]:
 def format_interval(difference: Difference, form: str = ".2f") -> str:
     """Return the mean of a difference and its 95 % interval as text, "mean [low, high]".
 
-    :param difference: the difference
+    :param difference: difference of two methods, over seeds
     :param form: format of the three numbers
     """
     mean, half = difference.mean, difference.half

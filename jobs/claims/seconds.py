@@ -61,13 +61,13 @@ Line = dict[str, Any]
 class Hidden(Timing):
     """Timing in which an exchange overlaps with the whole computation of a step."""
 
-    def hidden(self, wire, sums):
+    def hidden(self, send_s, sum_s):
         """Return the seconds of an exchange that overlap with the computation of its step.
 
-        :param wire: seconds in which messages are sent
-        :param sums: seconds in which messages are summed
+        :param send_s: seconds in which messages are sent
+        :param sum_s: seconds in which messages are summed
         """
-        return np.minimum(wire + sums, self.machine.compute_s)
+        return np.minimum(send_s + sum_s, self.machine.compute_s)
 
 
 def machine(gbit: float, latency: float) -> Machine:

@@ -90,7 +90,7 @@ def simulated_seconds(
 
 
 def main() -> int:
-    """Print the measured seconds of each one-peer run of links.jsonl, and the computed ones."""
+    """Print the measured and the computed seconds of each one-peer run of links.jsonl."""
     runs = [json.loads(line) for line in LINKS.read_text("utf-8").splitlines()]
     for link, (method, vectors, ahead) in itertools.product(
         CELLS, (("dmsgd", 2, False), ("dsgd ahead", 1, True))

@@ -137,7 +137,8 @@ class Cadence(NamedTuple):
 def fixed_schedule(kind: Callable[[int], ExchangeKind], *kinds: ExchangeKind) -> Cadence:
     """Return a cadence that depends on the step number alone.
 
-    :param kind: function of the number of steps since the start
+    :param kind: function that is called with the number of steps since the start and returns the
+        kind of the exchange
     :param kinds: all kinds that this function returns
     """
     return Cadence(

@@ -1,4 +1,4 @@
-"""DiLoCo and similar algorithms, whose outer step follows an exchange; and SPARTA, without one."""
+"""DiLoCo and similar algorithms with an outer step after each exchange, and SPARTA without it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

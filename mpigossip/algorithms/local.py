@@ -167,7 +167,7 @@ def adamw(
     :param decoupled_decay: λ, decoupled weight decay
     :param fused: whether GPUs use torch's fused kernel, which moves a third of the bytes. Its
         results are not bitwise identical to the formula, which CPUs always use. A job uses it only
-        if all ranks can (`adamw_step.all_use_kernel`). Not tested on GPUs
+        if all ranks can (`adamw_step.all_use_kernel`). None: the formula. Not tested on GPUs
     """
     parameters = AdamW(beta1, beta2, eps, decoupled_decay, decayed)
 

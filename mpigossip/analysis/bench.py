@@ -152,7 +152,7 @@ def one_round(
 ) -> None:
     """Run the next round, and call ``work`` while its messages are in flight.
 
-    :param mixer: the mixer
+    :param mixer: mixer that is measured
     :param clock: iterator over the numbers of rounds
     :param work: function that is called between the start and the end of the exchange
     :param kind: kind of the exchange

@@ -45,7 +45,7 @@ class Findings(list[Finding]):
     shown = 0
 
     def show(self) -> None:
-        """Print a line for each finding that was not printed yet.
+        """Print a line for each finding that has not been printed yet.
 
         Findings are printed before each test, because a test may end the process.
         """

@@ -489,7 +489,7 @@ def _band(label: str) -> Any:
 
 
 def _note(axes: Axes, text: str, right: bool = False, above: bool = False) -> None:
-    """Write a short text in a corner of the panel, by default in the lower left one."""
+    """Write a short text in a corner of the panel, by default the lower left corner."""
     position = {"ha": "right", "x": 0.99} if right else {"x": 0.01}
     position |= {"va": "top", "y": 0.98} if above else {"y": 0.02}
     axes.text(s=text, transform=axes.transAxes, fontsize=8.5, color="#666666", **position)

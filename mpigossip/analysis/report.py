@@ -179,7 +179,7 @@ def write(runs: Sequence[Path], out: Path) -> None:
 def page(runs: Sequence[LoggedRun], findings: Sequence[list[dict]]) -> str:
     """Return the HTML page as text.
 
-    :param runs: the runs
+    :param runs: runs of the page, in this order
     :param findings: for each run, the findings of `mpigossip doctor`; empty: there are none
     """
     few = len(runs) <= CURVES

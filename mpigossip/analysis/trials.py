@@ -128,7 +128,7 @@ def rates(
     transport: str,
     activities: list[str],
 ) -> Finding:
-    """Measure the rate of exchanges by one transport at each size, with all slots and with one.
+    """Measure the rate of exchanges by one transport at each size, with all slots and one slot.
 
     CPUs exchange by the mixer that training uses, and the results are compared with the mixing
     matrix. GPUs exchange as in the test by which training chooses a transport. A transport between

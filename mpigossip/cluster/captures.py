@@ -18,17 +18,17 @@ _capturing: WeakSet[Any] = WeakSet()
 """CUDA graphs that are being captured; a graph that the program deletes meanwhile is removed."""
 
 
-class Settles(Protocol):
+class Exchanger(Protocol):
     """Object with exchanges in flight, such as a mixer."""
 
     def settle(self) -> None:
         """Wait until no other thread calls CUDA for an exchange that has begun."""
 
 
-_exchanging: WeakSet[Settles] = WeakSet()
+_exchanging: WeakSet[Exchanger] = WeakSet()
 
 
-def settle_before_captures(mixer: Settles) -> None:
+def settle_before_captures(mixer: Exchanger) -> None:
     """Call ``mixer.settle()`` before each capture in the mode "global", while ``mixer`` exists.
 
     :param mixer: object with exchanges in flight; this module does not keep it alive

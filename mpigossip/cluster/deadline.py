@@ -288,6 +288,8 @@ def start_watchdog(seconds: float, action: Callable[..., object], *args: Any) ->
     not prevent the exit of the process.
 
     :param seconds: seconds from now after which the timer makes the call
+    :param action: function that is called as ``action(*args)``
+    :param args: its arguments
     """
     timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), action, args)
     timer.daemon = True

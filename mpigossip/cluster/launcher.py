@@ -123,7 +123,7 @@ def check_alone(size: int, env: Mapping[str, str], child: tuple[int, ...]) -> No
         rank = env.get("RANK", "")
         raise LaunchError(
             f"torchrun, or a similar launcher, started {count} processes (WORLD_SIZE={count}), "
-            "but MPI's world has only one rank in each of them, so that each would train alone: "
+            "but MPI's world has only one rank in each of them, so each would train alone: "
             f"start the program with MPI's launcher, `mpiexec -n {count} python PROGRAM` or `srun "
             f"-n {count} python PROGRAM`. To train one node only, unset WORLD_SIZE",
             int(rank) if rank.isdigit() else 0,
@@ -131,7 +131,7 @@ def check_alone(size: int, env: Mapping[str, str], child: tuple[int, ...]) -> No
     if child:
         raise LaunchError(
             "this process was started by multiprocessing (torch.multiprocessing.spawn?), which "
-            "does not add it to MPI's world, so that it would train alone: start one process per "
+            "does not add it to MPI's world, so it would train alone: start one process per "
             "node with MPI's launcher, `mpiexec -n 4 python PROGRAM` or `srun -n 4 python "
             "PROGRAM`, and call the function in each; for one node on purpose: mpiexec -n 1",
             child[-1] - 1,

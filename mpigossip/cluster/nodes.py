@@ -134,7 +134,7 @@ def assign_nodes(
         fitting = f"{fewer} or {fewer + size}" if fewer else f"{size}"
         raise JobError(
             f"{setting}: {host_names[misfit]} has {pluralize(ranks_on[misfit], 'rank')}, which "
-            f"cannot form nodes of {size}; start {fitting} there, or set {SETTING} to a "
+            f"can't form nodes of {size} ranks; start {fitting} there, or set {SETTING} to a "
             f"divisor of {ranks_on[misfit]}"
         )
     positions: list[tuple[int, int]] = []

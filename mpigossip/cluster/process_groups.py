@@ -234,7 +234,7 @@ def _connected(store: dist.Store, group_rank: GroupRank, limit: timedelta) -> di
     :param store: key-value store of this process, to which :func:`_share_keys` adds the keys of the
         other ranks
     :param group_rank: rank of this process in the group
-    :param limit: time limit of a call on the group
+    :param limit: time limit of a call on the group, as a timedelta
     """
     device = torch.device(group_rank.device)
     backend_types = dist.ProcessGroup.BackendType

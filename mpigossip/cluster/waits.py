@@ -284,10 +284,11 @@ class WaitMonitor:
         self.receive_status()
 
     def answer(self, status: int) -> None:
-        """Send the status to the ranks that have asked for it by a message.
+        """Send the status to the ranks that have requested it by a message.
 
-        A rank is answered if a message with its status WAITING or CLOSING arrives now. A rank whose
-        last message arrived earlier and has the status WAITING is answered once.
+        Each call answers the ranks from which a message with the status WAITING or CLOSING has just
+        arrived. A rank whose last message arrived earlier and has the status WAITING is answered in
+        one call only.
         """
         asking = self.receive_status()
         still_waiting = {

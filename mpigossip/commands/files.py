@@ -54,7 +54,7 @@ def _add_data(commands) -> None:
 
 
 def _pack(options) -> None:
-    from mpigossip.store.dataset import pack, show
+    from mpigossip.store.dataset import describe, pack
 
     pack(
         options.folder,
@@ -65,13 +65,13 @@ def _pack(options) -> None:
         tokenizer=options.tokenizer,
         vocabulary=options.vocabulary,
     )
-    print_safe(show(options.out))
+    print_safe(describe(options.out))
 
 
 def _show_data(options) -> None:
-    from mpigossip.store.dataset import show
+    from mpigossip.store.dataset import describe
 
-    print_safe(show(options.file))
+    print_safe(describe(options.file))
 
 
 PLOT = """

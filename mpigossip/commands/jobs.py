@@ -72,7 +72,7 @@ def _add_job(commands) -> None:
         "--venv",
         type=Path,
         metavar="DIR",
-        help="virtual environment of the job; default: the one of this command",
+        help="virtual environment of the job; default: the environment of this command",
     )
     job.add_argument(
         "--mpi",

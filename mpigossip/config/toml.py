@@ -87,7 +87,7 @@ def unknown(path: str, valid_keys: Iterable[str], others: Iterable[str] = ()) ->
     """Return the message for an unknown key, with similar keys.
 
     :param path: path of the key, as "section.key"
-    :param valid_keys: valid keys
+    :param valid_keys: keys that the section or table may contain
     :param others: further keys that may be suggested, but are not listed
     """
     hint = near(path.rpartition(".")[2], valid_keys, others)

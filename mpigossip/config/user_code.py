@@ -52,7 +52,7 @@ def import_object(setting: str, name: str, form: str) -> Callable:
         )
     if not callable(imported):
         raise JobError(
-            f'{setting} = "{name}" is of type {type(imported).__name__}; it should be a '
+            f'{setting} = "{name}" is of type {type(imported).__name__}; it must be a '
             f"function of {form}"
         )
     return imported
@@ -119,7 +119,7 @@ def build_checked(
         ) from error
     if not isinstance(result, kind):
         raise JobError(
-            f'{setting} = "{name}" returned {type(result).__name__}; it should return a '
+            f'{setting} = "{name}" returned {type(result).__name__}; it must return a '
             f"{kind.__module__}.{kind.__qualname__}"
         )
     return result

@@ -102,7 +102,8 @@ class JobData(ABC):
     def load(self, request: Request) -> Nested:
         """Load the batch of a request into host memory, in the form that is sent between processes.
 
-        :param request: the request
+        :param request: split and samples of the batch, and the integers that determine its random
+            numbers
         :raises SampleError: if a dataset raises an exception when it is asked for one sample. Other
             exceptions are raised unchanged, for example if a dataset loads a whole batch
         """

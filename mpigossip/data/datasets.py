@@ -23,7 +23,7 @@ from mpigossip.data.pytree import Nested, leaves
 SPLITS = ("train", "test")
 EMPTY = 'its "{}" has no sample; it needs at least one'
 EXPECTED = (
-    'it should return a mpigossip.data.sources.Source, or {"train": …, "test": …} of torch '
+    'it must return a mpigossip.data.sources.Source, or {"train": …, "test": …} of torch '
     'Datasets (and optionally "collate", a function that makes a batch of samples that torch\'s '
     "default_collate does not support)"
 )
@@ -338,10 +338,11 @@ def call(make: Callable, data: Data, seed: int, rows: Sequence[int], n: int) -> 
 def _check(mapping: Mapping, data: Data, per_node: bool) -> None:
     """Check the mapping that a custom function has returned.
 
-    :param mapping: the mapping
+    :param mapping: mapping that the function has returned
     :param data: section `[data]` of the job
     :param per_node: whether the function has a parameter `node`
-    :raises JobError: if the mapping can't be used
+    :raises JobError: if the mapping has other keys than `SPLITS` and "collate", if a value has
+        another type, or if section `[data]` excludes such a data set
     """
     error = partial(data_error, data.source)
     extra = mapping.keys() - {*SPLITS, "collate"}

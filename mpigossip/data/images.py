@@ -248,7 +248,7 @@ class Images:
                 # Check this before decoding, which could need a lot of memory.
                 if image.size != (width, height):
                     raise OSError(
-                        f"it has {image.size} pixels instead of {(int(width), int(height))}"
+                        f"it has {image.width}x{image.height} pixels instead of {width}x{height}"
                     )
                 return image.convert("L" if self.data.channels == 1 else "RGB")
         except (OSError, Image.DecompressionBombError) as error:

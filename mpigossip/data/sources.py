@@ -436,8 +436,8 @@ def check_alike(name: str, data: JobData, world: "World", partition: str = "") -
                 raise JobError(
                     f'data.source = "{name}": rank 0 on {world.hosts[0]} has {local_sizes[0]:,} '
                     f"training and {local_sizes[1]:,} test samples, rank {rank} on "
-                    f"{world.hosts[rank]} has "
-                    f"{train:,} and {test:,}; all ranks need the same data"
+                    f"{world.hosts[rank]} has {train:,} and {test:,}; use the same data on all "
+                    "ranks"
                 )
     if world.size > 1:
         _check_contents(name, data, world)

@@ -180,9 +180,9 @@ def _endless(stream: IterableDataset, first: int, stride: int) -> Iterator[Any]:
 
     If the stream has a method `set_epoch`, each pass calls it first, with the number of the pass.
 
-    :param stream: the stream
+    :param stream: dataset of the program, which may be read more than once
     :param first: number of the first sample of each pass, from 0
-    :param stride: distance between samples
+    :param stride: difference between the numbers of successive samples
     :raises ValueError: if the stream can't be read twice, or if a pass yields no sample
     """
     for number in itertools.count():
@@ -255,7 +255,10 @@ def end(batches: Any) -> None:
 
 
 def unwatch(batches: Any) -> None:
-    """Prevent torch from raising errors when a loading process of an iterator ends."""
+    """Prevent torch from raising an error when a loading process of a data loader ends.
+
+    :param batches: iterator of a `torch.utils.data.DataLoader`; nothing is done for other iterators
+    """
     if getattr(batches, "_worker_pids_set", False):
         signal_handling._remove_worker_pids(id(batches))
         batches._worker_pids_set = False

@@ -28,7 +28,11 @@ ELEMENT = 4
 
 @dataclass(frozen=True)
 class ParameterBucket:
-    """Range of the flat parameters whose gradients are averaged, or which is gathered, at once."""
+    """Range of the flat parameters that is averaged or gathered in one operation.
+
+    Either its gradients are averaged over the slots of the node, or its elements are gathered from
+    them.
+    """
 
     columns: slice
     """Range of elements; its length is a multiple of the number of slots."""

@@ -30,8 +30,8 @@ class Fragments(NamedTuple):
     width: int
     """Number of elements of a message, which is the number of elements of the largest fragment."""
     exchanges: Sequence[Algorithm]
-    """For each segment, the algorithm without its local step. Segments have separate ones, because
-    an algorithm for a lossy wire may keep the vectors that it sent until it receives.
+    """For each segment, the algorithm without its local step. Each segment has its own object,
+    because an algorithm for a lossy wire may keep the vectors that it sent until it receives.
     """
     blend: Callable[[int], float]
     """Function (step of the engine) -> weight γ of x ← γ · received + (1 − γ) · x."""

@@ -27,7 +27,8 @@ class Gathered(Mixer):
 
         :param layout: layout of the message with the whole vector
         :param group: group of the ranks of the node
-        :param make: function of the layout of a shard that opens the mixer of the inter-node ranks
+        :param make: function that is called with the layout of a shard and opens the mixer of the
+            inter-node ranks
         """
         (size,), slots = layout.widths, group.slots
         # Shards consist of equally many buckets of the wire, because lossy wires encode these.

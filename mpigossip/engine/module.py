@@ -296,7 +296,7 @@ class ModuleParameters:
             if parameters[0].device.type != "cpu":
                 self._take_edits_at_once(row)
                 continue
-            for p, master, low in zip(parameters, self._masters(row), self.low, strict=True):
+            for p, master, low in zip(parameters, self._master_views(row), self.low, strict=True):
                 if low:
                     _take_edit(p.data, master)
 
@@ -310,7 +310,7 @@ class ModuleParameters:
         for dtype, group in self._edit_groups():
             if len(group) == 1:  # a single parameter may have more than `COMPARED` elements
                 k = group[0]
-                _take_edit(self.rows[row][k].data, self._masters(row)[k])
+                _take_edit(self.rows[row][k].data, self._master_views(row)[k])
                 continue
             layout = self.local_layout
             begin = layout.offsets[group[0]]
@@ -343,8 +343,13 @@ class ModuleParameters:
                 groups.append((p.dtype, [k]))
         return groups
 
-    def _masters(self, row: int) -> list[torch.Tensor]:
-        """Return views of a module's row, one per parameter; master weights for 16-bit ones."""
+    def _master_views(self, row: int) -> list[torch.Tensor]:
+        """Return views of the flat parameters of a local node, one for each of its parameters.
+
+        The view of a 16-bit parameter contains its master weights.
+
+        :param row: index of the local node
+        """
         return self.cut(self.full[0][row])
 
     def differ(self, sent: Sequence[torch.Tensor]) -> bool:
@@ -364,7 +369,7 @@ class ModuleParameters:
     def _rounded_differ(self) -> bool:
         """Return whether a 16-bit parameter differs from its rounded master weights in any bit."""
         for row, parameters in enumerate(self.rows):
-            for p, master, low in zip(parameters, self._masters(row), self.low, strict=True):
+            for p, master, low in zip(parameters, self._master_views(row), self.low, strict=True):
                 if not low:
                     continue
                 for now, exact in _blocks(p.data, master):
@@ -488,7 +493,7 @@ def changed_message(name: str, before: torch.Tensor, now: torch.Tensor) -> str:
 
     :param name: name of the parameter
     :param before: tensor with the earlier type, shape and device
-    :param now: tensor with the present ones
+    :param now: tensor with the present type, shape and device
     """
     old, new = ((f"{tuple(t.shape)} {t.dtype} on {t.device}") for t in (before, now))
     return (

@@ -91,7 +91,7 @@ def overlap_message(first: str, second: str) -> str:
     """Return the error message about two tensors that share memory."""
     return (
         f"{first} and {second} share memory but are not the same Parameter: mpigossip moves each "
-        "parameter to separate memory, so that their values would differ after the first step; tie "
+        "parameter to separate memory, so their values would differ after the first step; tie "
         "them by the same Parameter (model.b.weight = model.a.weight, without .data), or give one "
         "of them a copy (.clone())"
     )

@@ -128,8 +128,8 @@ class ShardStreams:
 
         All ranks get the same number of pieces; the last ones may be empty.
 
-        :param read: function of the index of a parameter that returns this rank's shard of it,
-            flattened, or None, for which the elements are 0
+        :param read: function that is called with the index of a parameter and returns this rank's
+            shard of the parameter as a 1-D tensor, or None for a shard of zeros
         :param dtype: type of the pieces
         :raises WaitTimeoutError: if a rank does not take part within the time limit
         """

@@ -183,7 +183,8 @@ def _finished(
     """
     for option in options:
         raise GraphError(
-            f'graph "{result.name}" has no option "{option}"; its only option is slack'
+            f'graph "{result.name}" has no option "{option}"; its only option is slack, so omit '
+            f"{option}"
         )
     if n is not None and n != result.n:
         raise GraphError(

@@ -360,8 +360,8 @@ class Screen:
         includes them: the constant vector (skip = 1) adds nothing to differences, and if λ_2 = 0 it
         cannot be distinguished from the other vectors of its eigenspace.
 
-        :param gaps: distance ≥ 0 of each eigenvalue from the one of interest, in ascending order of
-            the eigenvalues, (b,); a negative distance counts as 0
+        :param gaps: distance ≥ 0 of each eigenvalue from the eigenvalue whose change is returned,
+            in ascending order of the eigenvalues, (b,); a negative distance counts as 0
         :param vectors: eigenvectors v_k as columns, in the same order, (b, b)
         :param skip: number of leading vectors that do not count in the sum of the weights
         :param width: distance at which the weight has fallen to 1/e
@@ -439,14 +439,17 @@ def anneal(
 ) -> None:
     """Anneal a candidate until a fraction of the budget is spent.
 
-    :param plan: candidate, changed in place
+    A move whose score is equal or larger, and thus better, is always accepted. A smaller score is
+    accepted at random, and less often at a lower temperature.
+
+    :param plan: candidate, changed in place; at the end, it is the last accepted candidate, which
+        need not be the best one
     :param rng: random number generator
     :param budget: budget of the search
     :param until: used fraction of the budget at which annealing ends
-    :param heat: temperatures at the start and at the end
+    :param heat: temperatures at the start and at the end, in units of the score
     :param on_accepted: function that is called as on_accepted(plan, score) for each accepted
-        candidate, and for ``plan`` at the start. A candidate with an equal or a better score is
-        always accepted
+        candidate, and for ``plan`` at the start. It must copy a candidate that it keeps
     """
     current = plan.task.score(*plan.extremes())
     on_accepted(plan, current)

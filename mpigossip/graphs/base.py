@@ -165,7 +165,7 @@ class Graph:
         if r.n != self.n:
             raise GraphError(
                 f'graph "{self.name}": {where} has {r.n} nodes, but round 0 has {self.n}; '
-                "all rounds need the same number"
+                "give all rounds the same number of nodes"
             )
         rows, columns = (np.abs(s - 1.0).max() for s in (r.row_sums(), r.column_sums()))
         if 0 < self.stated < r.degree:
@@ -300,7 +300,9 @@ class Graph:
         :raises GraphError: if κ is outside this range
         """
         if not 1e-9 <= kappa <= 1.0:
-            raise GraphError(f"slack {kappa} is outside [1e-9, 1]; 1 leaves the weights unchanged")
+            raise GraphError(
+                f"slack = {kappa}: must be in [1e-9, 1]; use 1 to leave the weights unchanged"
+            )
         if kappa == 1.0:
             return self
         schedule: Schedule

@@ -78,7 +78,7 @@ def ring_lattice(n: int, seed: int = 0, *, degree: int = 4) -> Graph:
     if degree < 2 or degree % 2 or degree >= n:
         raise GraphError(
             f'graph "ring-lattice" needs an even degree from 2 to {n - 1} at n = {n}, got '
-            f'{degree}; "random-regular" accepts odd degrees, "complete" has degree n − 1'
+            f'{degree}; use "random-regular" for an odd degree, or "complete" for degree n − 1'
         )
     return both_ways(n, range(1, degree // 2 + 1))
 
@@ -179,7 +179,8 @@ def _connected(name: str, n: int, seed: int, draw: Callable[[int], Any], remedy:
     :param name: name of the graph, for the message
     :param n: number of nodes
     :param seed: seed of the numbers
-    :param draw: function of a number from 0 to 2³² − 1 that returns a networkx graph
+    :param draw: function that is called with a number from 0 to 2³² − 1 and returns a networkx
+        graph
     :param remedy: end of the message
     :raises GraphError: if none of TRIES graphs is connected; the message ends with ``remedy``
     """

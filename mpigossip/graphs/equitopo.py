@@ -43,8 +43,8 @@ def _distances(name: str, n: int, seed: int, peers: int | None) -> np.ndarray:
         if math.gcd(n, *distances.tolist()) == 1:
             return distances
     raise GraphError(
-        f'graph "{name}": none of {DRAWS} draws of peers = {peers} distances connects its n = {n} '
-        f"nodes; set peers = {peers + 1}"
+        f'graph "{name}": peers = {peers}: none of {DRAWS} random choices of this number of '
+        f"distances connects all {n} nodes; set peers = {peers + 1}"
     )
 
 
@@ -105,7 +105,9 @@ def _swept(n: int, seed: int, t: int) -> Round:
 
 def _eta(name: str, eta: float) -> float:
     if not 0.0 < eta <= 1.0:
-        raise GraphError(f'graph "{name}" needs eta in (0, 1], got {eta}; 0.5 mixes well')
+        raise GraphError(
+            f'graph "{name}" needs eta in (0, 1], got {eta}; use 0.5, which mixes well'
+        )
     return eta
 
 

@@ -29,7 +29,8 @@ def check_power_of_two(name: str, n: int) -> None:
     """Raise GraphError unless n is a power of two, which the graph ``name`` needs."""
     if n < 1 or n & (n - 1):
         raise GraphError(
-            f'graph "{name}" needs a power of two nodes, got {n}; "base-2" is exact for any n'
+            f'graph "{name}" needs a power of two nodes, got {n}; use "base-2", which is exact for '
+            "any n"
         )
 
 
@@ -106,7 +107,7 @@ def p_peer_exponential(n: int, seed: int = 0, *, p: int = 2, order: Order = "cyc
     """
     if p < 1:
         raise GraphError(
-            f'graph "p-peer-exponential" needs p ≥ 1 peers per round, got {p}; the default is 2'
+            f'graph "p-peer-exponential" needs p ≥ 1 peers per round, got {p}; omit p for 2'
         )
     steps = [(p + 1) ** k for k in range(rounds_needed(n, p + 1))]
     rounds = [from_behind(n, *range(s, min(n, (p + 1) * s), s)) for s in steps]

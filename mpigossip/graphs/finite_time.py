@@ -191,7 +191,7 @@ def hyper_hypercube(n: int, seed: int = 0, *, p: int = 1) -> Graph:
     """
     if p < 1:
         raise GraphError(
-            f'graph "hyper-hypercube" needs p ≥ 1 peers per round, got {p}; the default is 1'
+            f'graph "hyper-hypercube" needs p ≥ 1 peers per round, got {p}; omit p for 1'
         )
     if factors(n, p + 1) is None:
         prime = max(f for f in range(2, n + 1) if n % f == 0 and all(f % d for d in range(2, f)))
@@ -271,7 +271,8 @@ def breadth_first(over: Graph) -> list[int]:
     depths = csgraph.shortest_path(near, unweighted=True).max(axis=1)
     if not np.isfinite(depths).all():
         raise GraphError(
-            f'graph "{over.name}" is not connected; a spanning tree needs a connected graph'
+            f'graph "spanning-tree": over = "{over.name}": this graph is not connected, so it has '
+            "no spanning tree; name a connected graph"
         )
     root = int(depths.argmin())
     parents = csgraph.breadth_first_order(near, root)[1]

@@ -195,7 +195,10 @@ def _solved(r: Round, signed: bool) -> Round:
         limits += [w >= 0, np.abs(incidence) @ w <= 1]
     cvxpy.Problem(cvxpy.Minimize(s), limits).solve(solver=cvxpy.CLARABEL)
     if w.value is None:
-        raise GraphError(f'the convex solver found no weights for {r!r}; use "laplacian"')
+        raise GraphError(
+            f'weights "{"fdla" if signed else "fmmc"}": the convex solver found no solution for '
+            f'{r!r}; set graph.weights = "laplacian" or "metropolis-hastings"'
+        )
     values = np.asarray(w.value)
     if not signed:
         values = np.maximum(values, 0.0)

@@ -417,7 +417,7 @@ class TorchGroup:
         device would also wait for the launches of the other slots.
 
         :param call: name of the collective, for messages
-        :param work: function of the index of a local slot that launches the slot's part
+        :param work: function that is called with the index of a local slot and launches its part
         :raises GroupError: if the collective fails
         :raises WaitTimeoutError: if a rank or slot does not arrive in time
         """

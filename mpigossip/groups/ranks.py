@@ -179,8 +179,8 @@ class RankGroup:
         arrays = self._all_arrays.get(full[0].data_ptr())
         if arrays is None or arrays[0].shape[1] != full[0].shape[1]:
             raise GroupError(
-                "this array is not in shared memory, so that other ranks can't access it: allocate "
-                "it by zeros() of this group"
+                "this array is not in shared memory, so other ranks can't access it: allocate it "
+                "by zeros() of this group"
             )
         return [array[: len(full[0])] for array in arrays]
 

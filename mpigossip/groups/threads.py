@@ -124,7 +124,7 @@ class ThreadGroup(Group):
         If ``work`` raises exceptions, the exception of the lowest slot is raised. After a failure,
         the other slots may take `GRACE_S` seconds more.
 
-        :param work: function of the number of a slot of this group
+        :param work: function that is called with the number of a slot of this group
         :raises WaitTimeoutError: if a slot does not finish in time; the message names the slot
         """
         done: queue.SimpleQueue = queue.SimpleQueue()

@@ -141,7 +141,8 @@ def note_unreadable(
     :param place: place of the member that reads
     :param name: name of the file in the folder
     :param error: error that occurred when the file was read
-    :param failures: as for :func:`read_model`
+    :param failures: list to which errors of the file system are added; None: these errors are
+        reported as damage
     """
     missing = error if isinstance(error, FileNotFoundError) else error.__context__
     if isinstance(missing, FileNotFoundError):

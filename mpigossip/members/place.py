@@ -379,7 +379,7 @@ class Place:
         place is closed.
 
         :param name: name of the claim in the ledger
-        :param claim: the claim
+        :param claim: content of the claim
         :param count: number of chunks that the claim covers
         """
         # A claim may have been published although the file system reported an error. Then this
@@ -637,8 +637,8 @@ def _trained_chunks(chain: Chain, name: str, claim: Claim, count: int) -> int:
 
     :param chain: chain of the place that made the claim
     :param name: name of the claim in the ledger
-    :param claim: the claim
-    :param count: number of chunks that it covers
+    :param claim: content of the claim
+    :param count: number of chunks that the claim covers
     """
     last = chain.last
     if last is None or last.round < claim.first:

@@ -361,7 +361,7 @@ class RecordStore:
         self.discard(self.path(name))
 
     def discard(self, path: Path) -> None:
-        """Remove a file by its path, like :meth:`remove`."""
+        """Remove a file as :meth:`remove` does, given its path instead of its name."""
         unwanted = [*self._unwanted, path]
         self._unwanted = []
         for file in unwanted:
@@ -608,12 +608,12 @@ def _check_order(record: Round, name: str) -> None:
 
 
 def _typed(value: Any, kind: str, name: str) -> Any:
-    """Return the value of a field, converted to its type.
+    """Return a JSON value as an object of the type of its field.
 
     :param value: value in the JSON object
     :param kind: annotation of the field
     :param name: name of the field, for messages
-    :raises ValueError: if the value has another type, or is too large
+    :raises ValueError: if the value does not fit the type of the field, is negative or too large
     """
     if kind == "int" and type(value) is int and 0 <= value < MOST:
         return value

@@ -92,7 +92,7 @@ class WindowMap(NamedTuple):
 
 @dataclass
 class ModelCopy:
-    """Copy of a neighbour's model, or memory for one."""
+    """Copy of a neighbour's model, or memory for such a copy."""
 
     memory: torch.Tensor
     """Header from ``ROUND`` on, followed by the message, as uint8."""

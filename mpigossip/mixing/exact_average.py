@@ -65,7 +65,8 @@ def average(
     :param share: number of elements that a rank sums at once
     :param inboxes: for each slot, an array of n · ``share`` elements on its device, into which
         other ranks may write; None: new arrays on the CPU
-    :param on: function of a slot that returns the context in which its sums are launched
+    :param on: function that is called with the index of a slot and returns the context in which
+        the sums of this slot are launched
     """
     waited = 0.0
     count = own[0].numel()
@@ -167,7 +168,8 @@ def average_encoded(
     :param out: values to which the message of this rank decodes
     :param result: arrays for the average
     :param swap: function that sends arrays to other ranks and receives theirs
-    :param on: function of a slot that returns the context in which its sums are launched
+    :param on: function that is called with the index of a slot and returns the context in which
+        the sums of this slot are launched
     """
     n = len(all_encoded[0])
     keys = [(j, s) for s in range(len(own)) for j in range(n) if j != rank]
@@ -240,8 +242,8 @@ class RankMixer(Mixer):
         """
         if graph.n != world.size:
             raise ValueError(
-                f"a graph of {graph.n} nodes can't run on {world.size} ranks: build it for "
-                "world.size nodes"
+                f"graph: has {graph.n} nodes, but the world has {world.size} ranks: build a graph "
+                f"of {world.size} nodes"
             )
         odd = [w for w in layout.widths if layout.dtype.itemsize * layout.vectors * w % 8]
         if layout.scalars and odd:

@@ -71,7 +71,11 @@ class SharedOutboxes:
         return self.outboxes[self.local_index[rank]]
 
     def publish(self, readers: Iterable[int], t: int) -> None:
-        """Notify the readers on this host that the outbox of round t is complete."""
+        """Notify out-neighbours that the outbox of round t is complete.
+
+        :param readers: ranks of the out-neighbours; ranks on other hosts are ignored
+        :param t: number of the round
+        """
         self._window.Sync()
         self._notifications.send(self._local_indices(readers), READY, t)
 
@@ -81,16 +85,30 @@ class SharedOutboxes:
         self._notifications.send(self._others, READY, t)
 
     def wait_ready(self, sources: Iterable[int], t: int) -> None:
-        """Wait until the outboxes of ``sources`` on this host are complete for round t."""
+        """Wait until the outboxes of in-neighbours are complete for round t.
+
+        :param sources: ranks of the in-neighbours; ranks on other hosts are ignored
+        :param t: number of the round
+        :raises WaitTimeoutError: at the time limit
+        """
         self._notifications.wait(self._local_indices(sources), READY, t)
         self._window.Sync()
 
     def release(self, sources: Iterable[int], t: int) -> None:
-        """Notify the sources on this host that their outboxes were read."""
+        """Notify in-neighbours that their outboxes were read.
+
+        :param sources: ranks of the in-neighbours; ranks on other hosts are ignored
+        :param t: number of the round
+        """
         self._notifications.send(self._local_indices(sources), DONE, t)
 
     def wait_read(self, readers: Iterable[int], t: int) -> None:
-        """Wait until all of ``readers`` that are on this host have read the outbox of round t."""
+        """Wait until out-neighbours have read the outbox of round t.
+
+        :param readers: ranks of the out-neighbours; ranks on other hosts are ignored
+        :param t: number of the round
+        :raises WaitTimeoutError: at the time limit
+        """
         self._notifications.wait(self._local_indices(readers), DONE, t)
 
     def average_pair(

@@ -183,9 +183,10 @@ def wait_all(
 
     :param pending: requests by key; completed ones are removed
     :param timeout_s: time limit in seconds
-    :param describe_late: function of a key that returns the error message
-    :param awaited_ranks: function of the keys of open requests that returns the awaited ranks of
-        ``comm``; no rank stands for all ranks. None: no rank is informed of the wait or named
+    :param describe_late: function that is called with a key and returns the error message
+    :param awaited_ranks: function that is called with the keys of open requests and returns the
+        awaited ranks of ``comm``; if it returns none, these are all ranks. None: no rank is
+        informed of the wait, and the error message names none
     :param comm: communicator of these ranks; None: the world
     :raises WaitTimeoutError: if the time limit is reached, or if an awaited rank can never send;
         its message is for the smallest key

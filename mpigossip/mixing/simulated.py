@@ -108,7 +108,7 @@ class Simulated(Mixer):
         return self._out
 
     def start(self, kind: ExchangeKind, t: int, exchange: int | None = None) -> None:
-        """Quantize the messages if the wire is lossy, and keep the exchange for :meth:`finish`."""
+        """Quantize the messages if the wire is lossy; store kind and round for :meth:`finish`."""
         self._open = (kind, t)
         layout = self.layout
         if not layout.wire.exact and kind is not ExchangeKind.LOCAL:

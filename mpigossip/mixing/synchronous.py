@@ -262,7 +262,7 @@ class Synchronous(RankMixer):
     # -- a round: outbox, start, finish ------------------------------------------------------
 
     def outbox(self, t: int) -> MessageArrays:
-        """End the previous round, and return the outbox, which its readers no longer read."""
+        """End the previous round, and return the outbox, which no out-neighbour reads any more."""
         check_process()
         self._end_round()
         return self._buffers.out
@@ -358,11 +358,11 @@ class Synchronous(RankMixer):
         """Wait until the last round's message has been read; free the inbox buffers of that round.
 
         With the transport `Windows`, the inbox has two buffers for each in-neighbour, which rounds
-        use in turn. The buffers of round t are therefore written again in round t + 2, and this
-        notifies the ranks that send to this rank in that round, which may differ from round t. The
-        other transports have one buffer and notify nobody, so that their ``release`` ignores the
-        plan of round t + 2. The main thread does this, because waking the idle progress thread
-        would take longer.
+        use in turn. The buffers of round t are therefore written again in round t + 2. This method
+        notifies the ranks that send to this rank in round t + 2; they may be other ranks than in
+        round t. The other transports have one buffer and send no notification, so that their
+        ``release`` ignores the plan of round t + 2. The main thread calls this method, because
+        waking the idle progress thread would take longer.
         """
         exchange = self._exchange
         self._exchange = None

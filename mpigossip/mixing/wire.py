@@ -30,7 +30,7 @@ the arrays of the operations take 16 MiB each."""
 
 Field = tuple[int, slice]
 """Part of a slot's message: an index and a slice of elements. Vectors have the first indices,
-scalars the next ones."""
+and scalars have the next indices."""
 
 
 class Wire(NamedTuple):

@@ -232,7 +232,7 @@ def _build(name: str, shape: Shape, classes: int, options: Mapping[str, Any]) ->
         ) from error
     if not isinstance(network, nn.Module):
         raise JobError(
-            f'model.name = "{name}" returned {type(network).__name__}; it has to return a '
+            f'model.name = "{name}" returned {type(network).__name__}; it must return a '
             "torch.nn.Module"
         )
     return network

@@ -67,9 +67,9 @@ def one_optimizer(optimizer: Any) -> Any:
 def check(world: Any, model: Any, optimizer: Any) -> None:
     """Check that Gossip accepts these objects.
 
-    :param world: world
-    :param model: model
-    :param optimizer: optimizer of the model
+    :param world: object that was given to Gossip as the world
+    :param model: object that was given as the model
+    :param optimizer: object that was given as the optimizer of the model
     :raises JobError: if one of them has another type; if the optimizer belongs to another Gossip;
         if torch's default device is "meta"; if a parameter is on the meta device, or on a device
         that is neither a CPU nor a GPU; or if a trained parameter is not float32, bfloat16 or

@@ -104,7 +104,11 @@ class Snapshot:
 
 
 def snapshot(node: LoopNode, twin: nn.Module | None) -> Snapshot:
-    """Return the present values of the node's model, or of ``twin``."""
+    """Return a copy of the current parameters and buffers of a module.
+
+    :param node: node of this rank
+    :param twin: module whose values are copied; None: the model of ``node``
+    """
     if twin is None:
         return Snapshot(node, None, [node.vector.x[0]])
     reshard(fully_sharded(twin))

@@ -140,14 +140,14 @@ class Gossip(torch.optim.Optimizer):
         :param run: run directory for the log, checkpoints and the lock; None: nothing is written
         :param on_change: function that is called as ``on_change(world)`` after a rank failure;
             required with ``survive=True``
-        :param options: options of the algorithm, the graph and the cadence by their plain names,
-            and further settings of a job that the reference lists, such as ``seed``, ``timeout_s``
-            in seconds or, together with ``run``, ``steps``, the number of steps of the loop. Add
-            the section to a name that two sections have: ``graph_lazy=True``, or ``**{"graph.lazy":
-            True}``. ``outer`` of "diloco" also accepts a torch optimizer of the model's parameters,
-            whose settings are read now, or a `functools.partial` of its class
-        :raises JobError: on all ranks, if arguments or options do not go together; the message has
-            one paragraph for each problem
+        :param options: options of the algorithm, the graph and the cadence by their names without
+            the section, and further settings of a job that the reference lists, such as ``seed``,
+            ``timeout_s`` in seconds or, together with ``run``, ``steps``, the number of steps of
+            the loop. Add the section to a name that two sections have: ``graph_lazy=True``, or
+            ``**{"graph.lazy": True}``. ``outer`` of "diloco" also accepts a torch optimizer of the
+            model's parameters, whose settings are read now, or a `functools.partial` of its class
+        :raises JobError: on all ranks, if arguments or options are invalid or exclude each other;
+            the message has one paragraph for each problem
         """
         with world.raise_together(JobError) if hasattr(world, "raise_together") else nullcontext():
             optimizer = arguments.one_optimizer(optimizer)
@@ -549,11 +549,13 @@ class Gossip(torch.optim.Optimizer):
         including the statistics of BatchNorm, and are restored when the block ends. If a rank fails
         while the average is computed, and the others survive, the model keeps its own values.
 
-        :param twin: module that is averaged and returned in place of the model, such as its EMA
+        :param twin: module that is averaged and returned in place of the model, such as its EMA;
+            None: the model
         :param recalibrate: batches of this node with which the statistics of BatchNorm are computed
             again for the averaged model, before they are averaged themselves: tensors, pairs
             (inputs, targets), mappings whose entries are passed by name if ``forward`` has
-            parameters of these names, or objects with a method ``to(device)``, such as graphs
+            parameters of these names, or objects with a method ``to(device)``, such as graphs;
+            None: average the present statistics
         :raises JobError: inside another averaged() or an asynchronous pause; if ``recalibrate`` is
             given and the module has no BatchNorm with running statistics; on all ranks, if the
             batches of a rank are empty, or if the modules of the ranks differ in layout
@@ -661,7 +663,7 @@ class Gossip(torch.optim.Optimizer):
         self._required_run("handle_signals").stopper.listen()
 
     def exit(self) -> NoReturn:
-        """Save a checkpoint and exit with code 75, for which batch scripts requeue; collective.
+        """Save a checkpoint and exit with code 75, on which a batch script requeues; collective.
 
         :raises SystemExit: always, unless an error is raised before
         :raises JobError: if there is no run directory; inside :meth:`averaged`, or inside

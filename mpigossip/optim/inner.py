@@ -238,8 +238,8 @@ def fill_missing(
 def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Check that Gossip can use the optimizer as the local step of the model.
 
-    :param model: the model
-    :param optimizer: the optimizer
+    :param model: model of the program
+    :param optimizer: optimizer that Gossip shall call
     :raises JobError: if the optimizer has none of the model's parameters, or parameters that are
         not in the model; if it is LBFGS, needs a closure or is differentiable; or if it is a Gossip
         already
@@ -386,7 +386,7 @@ def learning_rate(algorithm: str, optimizer: torch.optim.Optimizer, index: int) 
     """Return the learning rate of the optimizer's first group.
 
     :param algorithm: name of the algorithm
-    :param optimizer: the optimizer
+    :param optimizer: optimizer that Gossip calls
     :param index: number of the step, for the message
     :raises JobError: if the algorithm needs one learning rate and the groups have several, or if
         the algorithm divides by the learning rate and the learning rate is 0

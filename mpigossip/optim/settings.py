@@ -26,7 +26,7 @@ KEYS = {
     "graph": ("weights", "lazy", "slack", "degree"),
     "node": ("levels", "density", "same_host", "timeout_s", "exchange"),
 }
-"""Settings of a job that `Gossip` accepts by their plain names, besides options of builders."""
+"""Settings of a job that `Gossip` accepts without their section, besides options of builders."""
 OF_RUN = {
     "run": ("steps",),
     "checkpoint": ("keep", "keep_every", "wall_clock_s", "on_error"),
@@ -60,8 +60,8 @@ def settings(
     :param wire: name of the wire; None: "fp32"
     :param mixer: name of the mixer
     :param folder: run directory; None: no files are written
-    :param options: further options by their plain names
-    :raises JobError: if arguments or options are invalid, or do not go together
+    :param options: further options by their names without the section: `degree` is `graph.degree`
+    :raises JobError: if arguments or options are invalid, or exclude each other
     """
     is_graph = graph is not None and not isinstance(graph, str)
     if is_network(algorithm) or algorithm in graphs.BUILDERS.keys() - algorithms.BUILDERS.keys():
@@ -125,8 +125,8 @@ def _sections(
     :param algorithm: name of the algorithm
     :param graph: name of the graph, or a graph; None: the default of the algorithm
     :param cadence: name of the cadence; None: the default of the algorithm
-    :param options: options by their plain names, or with the section, as in "graph_lazy"
-    :param plain_names: for each section, its settings that are accepted by their plain names
+    :param options: options by their names without the section, or with it, as in "graph_lazy"
+    :param plain_names: for each section, its settings that are accepted without the section
     :raises JobError: if an option is unknown, given twice, or known to several sections
     """
     sections: dict[str, dict[str, Any]] = {"run": {}, "algorithm": {"name": algorithm}}

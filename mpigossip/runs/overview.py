@@ -233,6 +233,7 @@ def _traffic(engine: Engine, graph: Graph, world: World) -> str:
 def _vectors(engine: Engine, messages: Sequence[float]) -> str:
     """Return a text on the vectors of a message, and on the number of messages if it is not one.
 
+    :param engine: engine with the algorithm and the mixer
     :param messages: number of messages that a node sends, for each round of a period
     """
     vectors = pluralize(engine.method.vectors, "vector")
@@ -246,6 +247,8 @@ def _state(engine: Engine, graph: Graph, per_node: int) -> str:
 
     If no array is averaged, return "".
 
+    :param engine: engine that averages the arrays
+    :param graph: graph over the nodes
     :param per_node: number of ranks of a node, each of which sends its part of the arrays
     """
     averages = engine.averages

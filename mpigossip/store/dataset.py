@@ -43,7 +43,7 @@ from mpigossip.store.hdf5 import CONTENT_ERRORS
 from mpigossip.store.packing import FORMAT, PLAIN, SPLITS, VERSION, checksum_of, pack
 from mpigossip.store.texts import BYTES, MAX_ENTRIES, Tokenizer
 
-__all__ = ["Dataset", "Split", "open_dataset", "pack", "show"]
+__all__ = ["Dataset", "Split", "describe", "open_dataset", "pack"]
 
 KINDS = ("images", "arrays", "text")
 ARRAYS = ("labels", "offsets", "sizes", "checksums")
@@ -357,7 +357,7 @@ def _split(
     return Split(labels, offsets, sizes, raw, start, shape, checksums)
 
 
-def show(path: Path | str) -> str:
+def describe(path: Path | str) -> str:
     """Return a few lines that describe the content of a data set.
 
     :raises StoreError: as :func:`open_dataset`; for a text with a tokenizer, also if a sample is

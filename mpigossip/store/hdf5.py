@@ -37,7 +37,7 @@ FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 def writing(path: Path) -> Iterator[None]:
     """Return a context manager that converts errors of writing ``path`` to StoreError.
 
-    Errors of the operating system and of HDF5, OSError and RuntimeError, are converted.
+    The errors are OSError, and RuntimeError, which HDF5 raises.
     """
     try:
         yield

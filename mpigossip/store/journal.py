@@ -98,7 +98,11 @@ class Overlay(io.RawIOBase):
         return len(data)
 
     def truncate(self, size: int | None = None) -> int:
-        """Set the size of the file; bytes that are cut off are zero if the file grows again."""
+        """Set the size of the file; bytes that are cut off are zero if the file grows again.
+
+        :param size: size in bytes; None: the position in the file
+        :return: the size in bytes
+        """
         size = self.position if size is None else size
         if size < self.size:
             last, start = divmod(size, PAGE)

@@ -85,7 +85,11 @@ class Manifest:
 
 
 def name(node: int, slot: int | None = None) -> str:
-    """Return the name of the file of a node, or of one of its slots."""
+    """Return the name of the file of a node, or of one of its slots.
+
+    :param node: number of the node
+    :param slot: index of the slot; None: the file contains the whole node
+    """
     return f"node-{node:04d}.h5" if slot is None else f"node-{node:04d}-{slot:04d}.h5"
 
 
@@ -199,10 +203,13 @@ def read(path: Path) -> Manifest:
 def _content(file: h5py.File, objects: dict[str, Any]) -> Manifest:
     only(objects, {"job", "meta", "nodes"}, {"parameters"})
     facts = guard.attributes(file)
-    if facts.keys() != {"format", "step", "n"} or facts["format"] != FORMAT:
+    if facts.keys() != {"format", "step", "n"}:
         raise ValueError(
-            "its attributes are not format, step and n, as in the manifest of a checkpoint"
+            f"its attributes are {', '.join(facts)[:60]!r} instead of format, step and n, as in "
+            "the manifest of a checkpoint"
         )
+    if facts["format"] != FORMAT:
+        raise ValueError(f"its format is {str(facts['format'])[:40]!r} instead of {FORMAT!r}")
     entries = tuple(Entry(*row) for row in guard.rows(objects, "nodes", "iSiSi"))
     n = counter(facts["n"], "n", MOST)
     check_table(entries, n)

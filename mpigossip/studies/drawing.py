@@ -188,9 +188,10 @@ def _late_minimum(axes) -> float:
     """Return a lower limit for an axis of accuracies, which may cut off the first evaluations.
 
     Accuracies increase fast at first. If they change little in the last half of the evaluations,
-    an axis of all values would not show how the curves differ. The limit lies as far below the
-    values of the last half as they span, but shows at least a tenth; 0 if it would hardly help, or
-    if a curve has fewer than 8 evaluations.
+    an axis of all values would not show how the curves differ. The limit is the smallest value of
+    the last half minus the range of these values, or minus 0.1 if the range is smaller; it is
+    rounded down to a multiple of 0.05. Return 0 if the limit would be at most 0.4, because it would
+    hardly enlarge the curves, or if a curve has fewer than 8 evaluations.
     """
     curves = [np.asarray(line.get_ydata(), float) for line in axes.lines]
     if not curves or min(map(len, curves)) < 8:

@@ -316,7 +316,7 @@ class Results:
         warnings = []
         if min(cell.nodes for cell in self.cells) == 1:
             warnings.append(
-                "warning: n = 1: a single node exchanges nothing, so that graphs make no "
+                "warning: n = 1: a single node exchanges nothing, so graphs make no "
                 "difference: use at least nodes = 2"
             )
         seeds = {row["seeds"] for row in self.rows}

@@ -81,8 +81,9 @@ def _meet(study: Results, cell: Cell, reference: Cell, y: str, within: float) ->
     steps, others = (runs[0].curve("step") for runs in both)
     if not np.array_equal(steps, others):
         raise JobError(
-            f"{cell.name} and {reference.name} are evaluated at different steps: give both "
-            "the same run.evaluate_every"
+            f"{cell.name} is evaluated at {len(steps)} steps up to {max(steps, default=0):g}, but "
+            f"{reference.name} at {len(others)} other steps up to {max(others, default=0):g}: give "
+            "both the same run.evaluate_every and the same number of steps"
         )
     return meeting(steps, means[0], means[1], within)
 

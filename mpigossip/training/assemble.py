@@ -256,10 +256,13 @@ def resolve_cuda_graphs(setting: str, eager: bool) -> str:
 def allows_buckets(job: Job) -> bool:
     """Return whether a job's gradients may be averaged in parameter buckets during backward.
 
-    The group of the node's slots must be able to do so, too (`Group.starts_means`). A CUDA graph
-    contains the whole backward pass. Buckets have not run on several GPUs yet, so that only a user
-    who asks for steps without CUDA graphs gets them, and no "auto" on AMD GPUs. A compiled backward
-    pass, or a `vmap`, returns all gradients at its end, so that buckets would not overlap with it.
+    The group of the node's slots must be able to do so, too (`Group.starts_means`).
+
+    A CUDA graph contains the whole backward pass, so a job with CUDA graphs gets no parameter
+    buckets. Parameter buckets have not been tested on several GPUs. A job gets them only if
+    `node.cuda_graphs` is "never", and not if it is "auto", even if "auto" captures no graphs, as on
+    AMD GPUs. With `node.compile` or `node.vmap`, the backward pass returns all gradients at its
+    end, so that parameter buckets would not overlap with it.
     """
     node = job.node
     eager = node.cuda_graphs == "never" and not (node.compile or node.vmap)

@@ -159,7 +159,9 @@ class Precision:
         )
 
     def _adapt(self, row: int, overflowed: bool) -> None:
-        """Halve the loss scale of a node after an overflow; double it after GROWTH_INTERVAL steps.
+        """Halve the loss scale of a node after an overflow, or double it after many steps without.
+
+        It is doubled after GROWTH_INTERVAL consecutive steps without an overflow.
 
         :param row: index of the local node
         :param overflowed: whether its gradient overflowed in this step

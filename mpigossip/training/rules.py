@@ -753,9 +753,9 @@ def _spoils_averages_of_state(parts: JobParts) -> Verdict:
     if graph.name == "ceca":
         reason = 'each round of the graph "ceca" only permutes the arrays of the nodes'
     elif "row-stochastic" not in graph.facts:
-        reason = "rows of the mixing matrix do not sum to one, so that the arrays would be scaled"
+        reason = "rows of the mixing matrix do not sum to one, so the arrays would be scaled"
     elif "signed" in graph.facts:
-        reason = "the graph has negative weights, so that an average of g² could be negative"
+        reason = "the graph has negative weights, so an average of g² could be negative"
     else:
         return None
     return {"setting": _show_average_state(periods), "reason": reason}
@@ -1147,7 +1147,7 @@ def period_problem(job: Job) -> str:
     if job.cadence.options.get("period") != "auto":
         return ""
     return (
-        'cadence.period = "auto": all nodes of a run exchange at the same steps, so that H follows '
+        'cadence.period = "auto": all nodes of a run exchange at the same steps, so H follows '
         "the speed of members only (mpigossip join); set a number of steps, or a list with one for "
         "each node"
     )

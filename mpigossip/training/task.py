@@ -111,10 +111,10 @@ class Classification:
 class LanguageModel:
     """Task with the cross-entropy of the next token, and the fraction of correct predictions.
 
-    A batch is either (tokens, next tokens) or a mapping with `input_ids` (B, T), as tokenizers
-    return it. The labels of a mapping are its `labels`, or `input_ids` if it has no labels. This
-    class shifts these labels by one position and ignores the label -100. All tensors of the mapping
-    except `labels` are passed to the model.
+    A batch is either (tokens, next tokens), (B, T) each, or a mapping with `input_ids` (B, T), as
+    tokenizers return it. The labels of a mapping are its `labels`, or `input_ids` if it has no
+    labels. This class shifts these labels by one position and ignores the label -100. All tensors
+    of the mapping except `labels` are passed to the model.
     """
 
     units = {"loss": "nat", "nats_per_byte": "nat/byte"}
@@ -209,7 +209,7 @@ class Objective:
     def __init__(self, task: Task, name: str = "classification", metrics: tuple[str, ...] = ()):
         """Store a task, its name and its metrics.
 
-        :param task: the task
+        :param task: task that computes loss and metrics
         :param name: value of `task.name`, for messages
         :param metrics: names of the metrics, without "loss"
         """
@@ -290,7 +290,7 @@ class Objective:
         The task is called as in an evaluation. The state of the CPU's random number generator is
         preserved.
 
-        :param model: the model
+        :param model: model that is trained
         :param batch: batch on the device of the model
         :raises JobError: if the task fails, if the result of a custom task is invalid, or if the
             name of a metric is reserved or invalid

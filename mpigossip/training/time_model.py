@@ -226,7 +226,7 @@ class Timing:
         wire[edges.starts] = self_edges
         return wire, edges.received[receivers] * self.term_s
 
-    def hidden(self, wire, sums):
+    def hidden(self, send_s, sum_s):
         """Return the seconds of an exchange that overlap with computation.
 
         If the method sends ahead, the message overlaps with the whole computation. With
@@ -234,13 +234,13 @@ class Timing:
         part of a batch (`algorithm.accumulate`), and the broadcast of buffers does not overlap.
         With a delay, the exchange overlaps with the steps until it is applied.
 
-        :param wire: seconds of the messages, from :meth:`message_s`
-        :param sums: seconds of the weighted sums, from :meth:`message_s`
+        :param send_s: seconds of the messages, from :meth:`message_s`
+        :param sum_s: seconds of the weighted sums, from :meth:`message_s`
         """
         compute = self.machine.compute_s
-        total = wire + sums
+        total = send_s + sum_s
         if self.parts.method.ahead:
-            return np.minimum(wire, compute)
+            return np.minimum(send_s, compute)
         if self.delay:
             return np.minimum(total, self.delay * self.steady_s)
         early = (1 - self.last) * (total - self.broadcast_s)
@@ -365,12 +365,12 @@ class Clock:
         return self.now
 
     def _exchanged(self, kind: ExchangeKind, t, begin: np.ndarray, ready: np.ndarray) -> np.ndarray:
-        """Return the time at which each node has the result of an exchange, (rows, n).
+        """Return the time at which each node has the result of an exchange, in seconds, (rows, n).
 
         :param kind: kind of the exchange
         :param t: round of the exchange; None unless it is gossip
-        :param begin: time at which each node starts to send, (rows, n)
-        :param ready: time at which each node has computed its gradient, (rows, n)
+        :param begin: time at which each node starts to send, in seconds, (rows, n)
+        :param ready: time at which each node has computed its gradient, in seconds, (rows, n)
         """
         timing = self._timing
         exchanges = self._timing.exchanges
@@ -408,8 +408,8 @@ class VirtualClock:
 
         :param job: the job
         :param assembly: the parts of the job
-        :param begun: time at which each node had ended the steps before a resume, (n,), NaN if it
-            is not known; None: 0 for all nodes
+        :param begun: time in seconds at which each node had ended the steps before a resume, (n,),
+            NaN if it is not known; None: 0 for all nodes
         :raises JobError: if `[clock]` names no valid machine
         """
         section = job.clock

@@ -224,7 +224,7 @@ def refusals(world, folder, settings):
 
 
 REFUSED = [
-    (["node.ranks_per_node=4"], "has 6 ranks, which cannot form nodes of 4; start 4 or 8 there"),
+    (["node.ranks_per_node=4"], "which can't form nodes of 4 ranks; start 4 or 8 there"),
     (["node.ranks_per_node=2 node.shard=false"], "node.shard = false: with node.ranks_per_node"),
     (["node.ranks_per_node=2 run.survive=true"], "use node.ranks_per_node = 1"),
     (["node.ranks_per_node=2 graph.name=one-peer-hypercube"], "(6 ranks, 2 per node"),

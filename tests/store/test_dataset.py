@@ -10,7 +10,7 @@ from PIL import Image
 
 from mpigossip.data.sources import DIGITS
 from mpigossip.store import StoreError
-from mpigossip.store.dataset import open_dataset, pack, show
+from mpigossip.store.dataset import describe, open_dataset, pack
 from mpigossip.store.packing import SPLITS, checksum_of
 from tests.cases import naming
 from tests.store.examples import folder_of_images, set_dataset
@@ -169,9 +169,9 @@ def test_what_pack_rejects(tmp_path, name):
 
 
 def test_show(packed):
-    text = show(packed)
+    text = describe(packed)
     assert "images, 3 classes" in text and "18 samples" in text and "ape, bee, cat" in text
-    assert "CC BY 4.0" in show(DIGITS) and "1437 samples" in show(DIGITS)
+    assert "CC BY 4.0" in describe(DIGITS) and "1437 samples" in describe(DIGITS)
 
 
 def set_element(name, index, value):

@@ -13,7 +13,7 @@ from mpigossip.config import Data, JobError
 from mpigossip.data.sources import source
 from mpigossip.models import model
 from mpigossip.store import StoreError
-from mpigossip.store.dataset import open_dataset, pack, show
+from mpigossip.store.dataset import describe, open_dataset, pack
 from mpigossip.store.log import read
 from mpigossip.training import assemble
 from tests.cases import naming
@@ -255,5 +255,7 @@ def test_commands_pack_and_show(folder, tmp_path, capsys):
     assert not main([*words, "--vocabulary", "300"])
     printed = capsys.readouterr().out
     assert (
-        "tokenizer bpe-300-" in printed and "tokens of" in printed and printed.strip() == show(out)
+        "tokenizer bpe-300-" in printed
+        and "tokens of" in printed
+        and printed.strip() == describe(out)
     )

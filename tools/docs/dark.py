@@ -24,8 +24,8 @@ COLORS = 128
 def dark(plot: Image.Image) -> Image.Image:
     """Return a plot on a white background as a plot on a transparent background for dark pages.
 
-    Colours are inverted, and their hues restored. A new pixel whose largest component is a gets the
-    opacity a, and its colour is divided by a, so that white becomes transparent.
+    Colours are inverted, and their hues restored. The largest component of a new pixel is its
+    opacity, and its colour is divided by this component, so that white becomes transparent.
     """
     page = Image.new("RGBA", plot.size, "white")
     page.alpha_composite(plot.convert("RGBA"))

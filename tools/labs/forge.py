@@ -178,7 +178,9 @@ class Forger:
         """Change an object or attribute of an HDF5 file, and adapt all checksums."""
         draw = self.draw
         with h5py.File(self.path, "r+", libver=LATEST) as file:
-            change = draw.choice((self._object, self._object, self._add_object, self._attribute))
+            change = draw.choice(
+                (self._replace_object, self._replace_object, self._add_object, self._attribute)
+            )
             name = change(file)
             for split in ("train", "test") if self.kind == "data set" else ():
                 if summed := self._plain(file, split):
@@ -202,8 +204,11 @@ class Forger:
                     datasets[name] = data
         return datasets
 
-    def _object(self, file: h5py.File) -> str:
-        """Replace one of the arrays of a valid file by another object, or remove it."""
+    def _replace_object(self, file: h5py.File) -> str:
+        """Replace one of the arrays of a valid file by another object, or remove it.
+
+        :return: description of the change
+        """
         path = self.draw.choice(TARGETS[self.kind])
         old = file[path][()]
         if self.kind == "log" and path.startswith("steps/"):

@@ -1,6 +1,6 @@
-"""Sharpness-aware minimization; its base optimizer exchanges.
+"""Sharpness-aware minimization (SAM) with `Gossip` as its base optimizer.
 
-mpirun -n 2 python sam.py
+Run it with: mpirun -n 2 python sam.py
 """
 
 import torch

@@ -59,7 +59,7 @@ def text(
     note: str = "",
     hint: str = "",
 ) -> str:
-    """Return a text with two tables: all numbers of nodes, and details for the last one.
+    """Return a text with two tables: all numbers of nodes, and details for the last number.
 
     :param what: the job and its sizes
     :param machine: costs of the machine
@@ -115,7 +115,8 @@ def device_hint(
     :param n: number of nodes
     :param more: the job with more devices per node
     :param machine: costs of a machine with these devices
-    :param period: mean period of an adaptive cadence, with which the rows were predicted
+    :param period: mean period of an adaptive cadence, with which the rows were predicted; None: the
+        period of the job
     :param per_tensor: whether the rows count one global average per tensor
     :returns: the sentence; "" if no row becomes much faster
     """

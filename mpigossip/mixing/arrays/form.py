@@ -88,7 +88,7 @@ class ArrayForm:
             else not out.flags.writeable
         ):
             raise JobError(
-                f"{call}: out is read-only or expanded (its elements share memory), so that it "
+                f"{call}: out is read-only or expanded (its elements share memory), so it "
                 f"can't be written; pass out.{'clone' if self.is_tensor else 'copy'}()"
             )
 

@@ -57,7 +57,7 @@ class Streams:
         return event
 
     def follow(self, event: torch.cuda.Event | None) -> None:
-        """Make ``out`` and ``into`` wait for the event."""
+        """Make ``out`` and ``into`` wait for the event; None, as on the CPU: do nothing."""
         for stream in (self.out, self.into) if event else ():
             stream.wait_event(event)
 

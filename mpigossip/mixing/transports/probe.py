@@ -76,7 +76,7 @@ class Probe:
         :param layout: layout of a node's message
         :param buffers: largest number of in-neighbours that send to this rank in one round
         :param world: world whose ranks are the nodes
-        :param on_host: function of a number of in-neighbours that opens the transport "host"
+        :param on_host: function that opens the transport "host" for a given number of in-neighbours
         """
         self._comm = comm
         self._layout = layout
@@ -199,7 +199,7 @@ def open_transport(
     :param layout: layout of a node's message
     :param buffers: largest number of in-neighbours that send to this rank in one round
     :param world: world whose ranks are the nodes
-    :param on_host: function of a number of in-neighbours that opens the transport "host"
+    :param on_host: function that opens the transport "host" for a given number of in-neighbours
     :raises TransportUnavailable: on all ranks, if the transport requested by name, or for "auto"
         the last one, "host", can't be used
     """

@@ -117,7 +117,7 @@ class ForkLog(ReplayLog):
         root = place.disk.root
         if not self.end:
             raise JobError(
-                f'the training in "{root}" has not ended, but forks and blame compare final '
+                f'the training in "{root}" has not ended, but --fork and --blame compare final '
                 f"models: run `mpigossip join {root}` until all chunks are trained"
             )
         self.check_complete()
@@ -164,7 +164,7 @@ class ForkLog(ReplayLog):
             )
         except ValueError:
             raise JobError(
-                f"--without {change.without}: no other place has trained, so that there is no "
+                f"--without {change.without}: no other place has trained, so there is no "
                 "model without this place; omit --without"
             ) from None
         self.rounds = dict(schedule.rounds)
@@ -261,7 +261,12 @@ class Setting:
                 self.graph = self.job.graph.name
 
     def log(self, disk: RecordStore, cut: int, without: int | None = None) -> ForkLog:
-        """Return the :class:`ForkLog` of a fork with these jobs."""
+        """Return the :class:`ForkLog` of a fork with these jobs.
+
+        :param disk: folder of the recorded training
+        :param cut: largest age of a round that stays as it is
+        :param without: place that the fork leaves out; None: no place is left out
+        """
         # Places may be farther apart at the cut than the fork allows. If they were then never
         # averaged, their ages would stay as different as they are, since each advances by 1.
         behind = max(self.behind, BEHIND * self.plan.longest) if cut else self.behind
@@ -451,7 +456,7 @@ def blamed(setting: Setting, disk: RecordStore, cut: int) -> tuple[float, dict[i
     places = sorted({version.place for version in log.later})
     if len(places) < 2:
         raise JobError(
-            f"--blame: only place {places[0]} has rounds after round {cut}, so that no training "
+            f"--blame: only place {places[0]} has rounds after round {cut}, so no training "
             "without it can be compared; give a smaller number after --fork, or a training of "
             "several places"
         )

@@ -557,7 +557,7 @@ def job_of(
     """Return the job of the training in a folder; if there is no training, begin one.
 
     :param folder: folder of the training
-    :param job: this member's copy of the job; None: the one in the folder
+    :param job: this member's copy of the job; None: the copy in the folder
     :param disk: the same folder as a record store
     :param name: name of the file with the job. Its first line holds the file format, the version of
         PyTorch and the layout of the parameters, which all members share, too
@@ -597,11 +597,12 @@ def _begin(folder: Path, job: Job | None, disk: RecordStore, name: str, head: st
     """Begin a training: create the folders and publish the job.
 
     :param folder: folder of the training
-    :param job: the job
+    :param job: this member's copy of the job; None: an error is raised
     :param disk: the same folder as a record store
     :param name: name of the file with the job
     :param head: first line of this file
-    :raises JobError: if ``job`` is None, or if the folder can't be used
+    :raises JobError: if ``job`` is None, if the folder is a file or contains something else, or if
+        its file system has no hard links
     """
     if job is None:
         raise JobError(none_there(disk))
@@ -729,7 +730,8 @@ def check_lease(lease_s: float, round_s: float) -> None:
     if lease_s < ROUNDS_PER_LEASE * round_s:
         raise JobError(
             f"members.lease_s = {lease_s:g}: must be at least five times the duration of a round, "
-            f"which is {round_s:.3g} s here, because other members close a member that is silent "
-            f"for a lease: begin in another folder with {ROUNDS_PER_LEASE * round_s:.0f} s "
-            "(members.lease_s of a job, lease_s of a program), or with fewer steps per round"
+            f"which is {round_s:.3g} s here, because other members close the place of a member "
+            "that is silent for longer than its lease: begin in another folder with "
+            f"members.lease_s = {ROUNDS_PER_LEASE * round_s:.0f} (in a program, "
+            f"lease_s={ROUNDS_PER_LEASE * round_s:.0f}), or with fewer steps per round"
         )
