@@ -1,4 +1,4 @@
-"""Sharpness-aware minimization (SAM) with `Gossip` as its base optimizer.
+"""Sharpness-aware minimization (SAM) that wraps `Gossip`.
 
 Run it with: mpirun -n 2 python sam.py
 """
