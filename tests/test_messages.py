@@ -17,9 +17,22 @@ from tests.cases import MAX_PROSE, naming, on_each, prose
 
 FOLDER = Path(__file__).parent
 SEARCHES = {
-    "search", "match", "fullmatch", "findall", "finditer", "count", "startswith", "endswith",
-    "find", "index", "partition", "rpartition", "split", "removeprefix", "removesuffix",
-}  # fmt: skip
+    "search",
+    "match",
+    "fullmatch",
+    "findall",
+    "finditer",
+    "count",
+    "startswith",
+    "endswith",
+    "find",
+    "index",
+    "partition",
+    "rpartition",
+    "split",
+    "removeprefix",
+    "removesuffix",
+}
 """Functions and methods whose first argument is a text that is looked for in another text."""
 
 
@@ -156,8 +169,14 @@ def test_long_texts_are_detected_wherever_they_are_sought():
         """
     texts = {text for _, text in pinned(textwrap.dedent(program))}
     assert texts == {
-        "", "one two three four five", "six seven", "eight", "nine", "ten", "eleven   twelve"
-    }  # fmt: skip
+        "",
+        "one two three four five",
+        "six seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven   twelve",
+    }
 
 
 def main() -> int:
