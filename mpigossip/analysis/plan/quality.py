@@ -52,6 +52,8 @@ class Evidence:
     """Style of the method that was measured, "atc" or "awc"; "" if it has none."""
     seeds: int = 5
     """Number of seeds with which both methods were run."""
+    with_muon: bool = False
+    """True if both methods used Muon for hidden matrices; False: they used AdamW or SGD."""
 
     @property
     def text(self) -> str:
@@ -77,6 +79,7 @@ LENET = "LeNet, CIFAR-10, 5 paired seeds"
 PERCEPTRON = "perceptron, CIFAR-10, 5 paired seeds"
 GPT = "GPT of 2.2 M parameters, AdamW, 2 seeds"
 SMALL_GPT = "GPT of 0.2 M parameters, AdamW at twice the rate of all-reduce, 1 seed"
+TINY_GPT = "GPT of 0.07 M parameters, {}, 5 seeds"
 PEER = "one-peer-exponential"
 EVIDENCE = (
     Evidence("dmsgd", PEER, LENET, 62_006, 16, 1.63, (1.31, 1.94), "points", RESULTS,
@@ -91,6 +94,10 @@ EVIDENCE = (
              ("3.55 [2.52, 4.58] points",), style="atc"),
     Evidence("dsgd", PEER, GPT, 2_200_000, 4, 12.71, None, "%", BENCHMARKS, ("+12.71 %",),
              style="atc", seeds=2),
+    Evidence("dsgd", PEER, TINY_GPT.format("AdamW"), 72_000, 8, 7.93, (0.93, 14.94), "%", RESULTS,
+             ("7.93 [0.93, 14.94]",), style="atc"),
+    Evidence("dsgd", PEER, TINY_GPT.format("Muon"), 72_000, 8, 1.09, (0.21, 1.97), "%", RESULTS,
+             ("1.09 [0.21, 1.97]",), style="atc", with_muon=True),
     Evidence("dsgd", PEER, SMALL_GPT, 174_656, 4, 3.4, None, "%", TEXT, ("3.4 %",), style="awc",
              seeds=1),
     Evidence("dsgd", PEER, SMALL_GPT, 174_656, 4, 0.8, None, "%", TEXT, ("0.8 %",), style="atc",
@@ -111,10 +118,10 @@ pages."""
 def nearest(job: Job, n: int, parameters: int, any_task: bool = False) -> Evidence | None:
     """Return the measurement of a job's method whose model and number of nodes are nearest.
 
-    Method, graph and kind of task are the same; the period is similar. If the method was measured
-    with the job's style, only these measurements are used; otherwise, the style is another one.
-    Distances are computed from logarithms of the numbers of parameters, nodes and steps between
-    exchanges.
+    Method, graph and kind of task are the same; the period is similar; both use Muon, or neither
+    does. If the method was measured with the job's style, only these measurements are used;
+    otherwise, the style is another one. Distances are computed from logarithms of the numbers of
+    parameters, nodes and steps between exchanges.
 
     :param job: the job of a proposal
     :param n: number of nodes of the job
@@ -140,6 +147,7 @@ def nearest(job: Job, n: int, parameters: int, any_task: bool = False) -> Eviden
         for evidence in EVIDENCE
         if (evidence.method, evidence.graph) == (method, job.graph.name)
         and (any_task or evidence.unit == unit)
+        and evidence.with_muon == (job.local.name == "muon")
         and period <= LONGER * evidence.period
         and evidence.period <= LONGER * period
         and (evidence.period == 1) == (period == 1)
