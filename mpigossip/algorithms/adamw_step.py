@@ -121,8 +121,8 @@ class Trial(NamedTuple):
 def all_use_kernel(world: World, devices: Sequence[str]) -> bool:
     """Return whether all ranks can use the kernel, with equal results; collective over ``world``.
 
-    If only some of them can, rank 0 issues a warning with the reason, and all use the formula. CPUs
-    always use the formula, without a warning.
+    If a rank can't, or if results differ, all ranks use the formula, and rank 0 issues a warning
+    with the reason. If all devices are CPUs, there is no warning, because they always use it.
 
     :param world: all ranks of the run
     :param devices: devices of this rank's slots
@@ -177,8 +177,8 @@ def digest_if_right(device: torch.device) -> str:
     """Return a digest of the kernel's results on a device; "" if the kernel must not be used.
 
     The kernel must be close to the formula, and independent of positions: each row alone, and a
-    part of its elements that begins between two groups of four, must get the bits that they
-    get in two whole rows.
+    part of its elements that begins between two groups of four, must get the bits that they get in
+    two whole rows.
     """
     draw = torch.Generator().manual_seed(0)
     hashed = hashlib.sha256()

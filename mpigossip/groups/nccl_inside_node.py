@@ -392,7 +392,7 @@ class TorchGroup:
         return sum_bucket
 
     def _bucket_width(self, width: int) -> int:
-        """Return how many elements of a shard, which has ``width``, a sum bucket contains."""
+        """Return the number of elements that a sum bucket contains of each slot's shard."""
         whole = SUM_BUCKET // self.slots // SUM_BUCKET_ALIGN * SUM_BUCKET_ALIGN
         return min(width, max(SUM_BUCKET_ALIGN, whole))
 
