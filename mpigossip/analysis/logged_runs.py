@@ -174,7 +174,9 @@ def description(log: Log) -> str:
 def is_simulated(log: Log) -> bool:
     """Return whether one process has computed several nodes, so that its times are not theirs.
 
-    Logs without an entry about it are recognized by their command.
+    Logs without an entry about it are recognized by their command. A log has the environment of the
+    process that wrote to it last: a run on ranks that was resumed in a simulation counts as
+    simulated, and a simulation that was resumed on ranks does not.
     """
     words = log.environment.get("command", "").split()
     simulates = "simulate" in words or "--simulate" in words
