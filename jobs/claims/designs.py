@@ -598,6 +598,7 @@ FEW = 1.2
 """Largest number of vectors per step of a method that counts as one of few vectors."""
 SMALL_GPT = "gpt of 0.07 M"
 LARGER_GPT = "gpt of 0.36 M"
+LARGEST_GPT = "gpt of 2.2 M"
 
 
 MOMENTS = {
@@ -747,15 +748,15 @@ def larger_model() -> Iterator[Cell]:
     yield cell._replace(order=partial(finalist_runs, cell))
 
 
-def best_finalist(runs: Sequence[dict[str, Any]]) -> str | None:
-    """Return the label of the finalist with the lowest mean loss of the larger model.
+def ranked_finalists(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the labels of the finalists in the order of their mean loss, the lowest first.
 
     :param runs: all finished runs, in the form of `stored.Line`
-    :return: label of the method; None if a run of a finalist with one of `SEEDS` is missing
+    :return: labels of methods; empty if a run of a finalist with one of `SEEDS` is missing
     """
     few = few_vectors(runs)
     if few is None:
-        return None
+        return []
     means = dict[str, float]()
     for method in finalist_labels(few):
         losses_of_seeds = {
@@ -764,34 +765,53 @@ def best_finalist(runs: Sequence[dict[str, Any]]) -> str | None:
             if (r["study"], r["method"], r["level"]) == ("finalists", method, "best")
         }
         if {*losses_of_seeds} != {*SEEDS}:
-            return None
+            return []
         means[method] = sum(losses_of_seeds.values()) / len(SEEDS)
-    return min(means, key=means.__getitem__)
+    return sorted(means, key=means.__getitem__)
 
 
 GIVEN = "given"
 """Label of the level of runs whose learning rate is given, so that it is not searched."""
 FEW_SEEDS = SEEDS[:2]
-"""Seeds of the runs with more nodes, which have no verdict."""
+"""Seeds of the runs with more nodes and with the largest model, which have no verdict."""
 
 
-def more_nodes_runs(runs: Sequence[dict[str, Any]]) -> Iterator[Turn]:
-    """Yield the runs of the best finalist, and of all-reduce with its optimizer, on more nodes.
+def runs_at_found_rates(
+    count: int, searched: Callable[[], Iterator[Cell]], runs: Sequence[dict[str, Any]]
+) -> Iterator[Turn]:
+    """Yield the runs of the best finalists, and of all-reduce with the same optimizers.
 
-    Each method has the best learning rate that its search with 8 nodes found. Nothing is yielded
-    before all finalists are finished.
+    Each method has the learning rate that another study found. Nothing is yielded before all
+    finalists are finished.
+
+    :param count: number of finalists
+    :param searched: study whose search gives the learning rates
     """
-    best = best_finalist(runs)
-    if best is None:
-        return
-    reference = method_label(best.partition(", ")[0], "all-reduce")
+    chosen = ranked_finalists(runs)[:count]
+    references = [method_label(method.partition(", ")[0], "all-reduce") for method in chosen]
+    methods = [*dict.fromkeys([*references, *chosen])]
     rates = dict[str, float]()
-    for cell in optimizers():
-        for method in {reference, best} & {*cell.methods}:
+    for cell in searched():
+        for method in {*methods} & {*cell.methods}:
             trials = [*search_runs(cell, method, runs).values()]
             rates[method] = best_rate(trials, cell.metric)
-    for seed, method in product(FEW_SEEDS, (reference, best)):
+    for seed, method in product(FEW_SEEDS, methods):
         yield method, GIVEN, rates[method], seed
+
+
+def largest_model() -> Iterator[Cell]:
+    """Yield the cell that runs the best two finalists with the largest model."""
+    yield Cell(
+        "largest",
+        8,
+        {"model": LARGEST_GPT},
+        methods_by_label([*EXCHANGES]),
+        (*EIGHT, "model.layers=5", "model.width=192"),
+        (),
+        {GIVEN: 1.0},
+        partial(runs_at_found_rates, 2, larger_model),
+        metric="loss",
+    )
 
 
 def more_nodes() -> Iterator[Cell]:
@@ -809,7 +829,7 @@ def more_nodes() -> Iterator[Cell]:
         (*EIGHT, *SIZES[SMALL_GPT][1], "data.batch=1"),
         (),
         {GIVEN: 1.0},
-        more_nodes_runs,
+        partial(runs_at_found_rates, 1, optimizers),
         metric="loss",
     )
 
@@ -844,33 +864,46 @@ def qsr() -> Iterator[Cell]:
 GAP_RATE = 0.05
 """Learning rate at which one-peer is less accurate than parallel SGD in the study "gap", with LeNet
 on 16 nodes and batches of 16 samples."""
-GOSSIP = "algorithm.name=dsgd local.name=momentum graph.name=one-peer-exponential"
+TEXT_RATE = 0.012
+"""Best learning rate of all-reduce with AdamW in the search of the study "optimizers"."""
 MIXING = {
-    "constant γ": GOSSIP,
-    "growing γ": f"{GOSSIP} algorithm.blend=0.5 algorithm.blend_end=1.0",
-    "falling γ": f"{GOSSIP} algorithm.blend=1.0 algorithm.blend_end=0.0 "
-    "algorithm.blend_shape=cosine",
+    "constant γ": "",
+    "growing γ": "algorithm.blend=0.5 algorithm.blend_end=1.0",
+    "falling γ": "algorithm.blend=1.0 algorithm.blend_end=0.0 algorithm.blend_shape=cosine",
 }
-"""Settings of methods with a weight of mixing γ: x ← (1 − γ) x + γ W x.
+"""Settings of the weight of mixing γ: x ← (1 − γ) x + γ W x.
 
 γ is 1, or grows from 0.5 to 1, or falls from 1 to 0 as the learning rate does."""
 
 
-def mixing_runs(runs: Sequence[dict[str, Any]]) -> Iterator[Turn]:
-    """Yield the runs of each method of `MIXING`, all at the same learning rate."""
+def mixing_runs(rate: float, runs: Sequence[dict[str, Any]]) -> Iterator[Turn]:
+    """Yield the runs of each method of `MIXING`.
+
+    :param rate: learning rate of all methods
+    """
     for seed, method in product(SEEDS, MIXING):
-        yield method, GIVEN, GAP_RATE, seed
+        yield method, GIVEN, rate, seed
 
 
 def growing() -> Iterator[Cell]:
-    """Yield the cell that changes the weight of mixing during the training.
+    """Yield the cells that change the weight of mixing during the training.
 
-    The settings equal the settings of the study "gap", which contains the runs of parallel SGD.
+    The settings of LeNet equal the settings of the study "gap", which contains the runs of parallel
+    SGD, and the settings of the GPT equal the settings of "optimizers".
     """
-    settings = (*CIFAR, *LENET, "data.batch=16")
-    labels = {"model": "lenet", "batch": "16"}
-    levels = {GIVEN: 1.0}
-    yield Cell("growing", 16, labels, MIXING, settings, (GAP_RATE,), levels, mixing_runs)
+    image = {"model": "lenet", "batch": "16"}
+    text = {"model": SMALL_GPT}
+    cells = (
+        (16, image, (*CIFAR, *LENET, "data.batch=16"), "momentum", GAP_RATE, "accuracy"),
+        (8, text, (*EIGHT, *SIZES[SMALL_GPT][1]), "adamw", TEXT_RATE, "loss"),
+    )
+    for nodes, labels, settings, local, rate, metric in cells:
+        methods = {name: f"{ONE_PEER} local.name={local} {own}" for name, own in MIXING.items()}
+        levels = {GIVEN: 1.0}
+        order = partial(mixing_runs, rate)
+        yield Cell(
+            "growing", nodes, labels, methods, settings, (rate,), levels, order, metric=metric
+        )
 
 
 OUTER_PERIODS = (16, 64)
@@ -913,4 +946,5 @@ STUDIES = {
     "outer": outer_steps,
     "finalists": larger_model,
     "more-nodes": more_nodes,
+    "largest": largest_model,
 }

@@ -34,7 +34,7 @@ from stored import Line, finals
 
 from mpigossip.studies.search import FURTHER
 
-NAMES = ("optimizers", "moments", "qsr", "growing", "outer", "finalists", "more-nodes")
+NAMES = ("optimizers", "moments", "qsr", "growing", "outer", "finalists", "more-nodes", "largest")
 """Studies of these tables, in the order in which they are run."""
 SENT = {exchange: vectors for exchange, (vectors, _) in (EXCHANGES | MOMENTS).items()}
 """Vectors that a node sends per step on 8 nodes, by the name of the exchange."""
@@ -196,20 +196,8 @@ def other_claims(runs: Sequence[Line]) -> list[Claim]:
             ahead = combined(100, qsr, -100, constant)
         claims.append(Claim(title, ahead, [(cell, method) for method in cell.methods]))
     for cell in STUDIES["growing"]():
-        parallel = {
-            seed: run["figures"]["accuracy"]
-            for seed, run in reported_runs(
-                runs, cell.nodes, cell.labels, "parallel", GAP_RATE
-            ).items()
-        }
         for method in ("growing γ", "falling γ"):
-            ahead = combined(100, results(runs, cell, method), -100, parallel)
-            near = {seed: HALF_A_POINT + value for seed, value in ahead.items()}
-            title = (
-                f"{cell.labels['model']}, n = {cell.nodes}: {method} at most {HALF_A_POINT:g} "
-                "points behind parallel"
-            )
-            claims.append(Claim(title, near, [(cell, method)]))
+            claims.append(mixing_claim(runs, cell, method))
     for period in OUTER_PERIODS:
         method = f"H = {period}"
         both = [(cell_of("outer", nodes, SMALL_GPT, method), method) for nodes in (8, 1)]
@@ -217,6 +205,32 @@ def other_claims(runs: Sequence[Line]) -> list[Claim]:
         title = f"{SMALL_GPT}, {method}: DiLoCo on 8 nodes ahead of outer steps on one (SNOO)"
         claims.append(Claim(title, excess(snoo, diloco), both))
     return claims
+
+
+def mixing_claim(runs: Sequence[Line], cell: Cell, method: str) -> Claim:
+    """Return the claim on a weight of mixing γ that changes.
+
+    LeNet is compared with parallel SGD, and the GPT with γ = 1.
+
+    :param runs: all stored runs
+    :param cell: cell of the study "growing"
+    :param method: label of the method
+    """
+    model = f"{cell.labels['model']}, n = {cell.nodes}"
+    changing = results(runs, cell, method)
+    if cell.metric == "loss":
+        constant = "constant γ"
+        ahead = excess(results(runs, cell, constant), changing)
+        needs = [(cell, method), (cell, constant)]
+        return Claim(f"{model}, AdamW: {method} ahead of γ = 1", ahead, needs)
+    parallel = {
+        seed: run["figures"]["accuracy"]
+        for seed, run in reported_runs(runs, cell.nodes, cell.labels, "parallel", GAP_RATE).items()
+    }
+    ahead = combined(100, changing, -100, parallel)
+    near = {seed: HALF_A_POINT + value for seed, value in ahead.items()}
+    title = f"{model}: {method} at most {HALF_A_POINT:g} points behind parallel"
+    return Claim(title, near, [(cell, method)])
 
 
 def claims(runs: Sequence[Line]) -> list[Claim]:
@@ -245,7 +259,7 @@ def stored_of(runs: Sequence[Line], cell: Cell, method: str) -> list[Line]:
 
 def seeds_of(cell: Cell) -> tuple[int, ...]:
     """Return the seeds with which each method of a cell is run, without the seed of the search."""
-    return FEW_SEEDS if cell.study == "more-nodes" else SEEDS
+    return FEW_SEEDS if cell.study in ("more-nodes", "largest") else SEEDS
 
 
 def begun(runs: Sequence[Line], claim: Claim) -> str:

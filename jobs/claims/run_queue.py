@@ -4,13 +4,16 @@
     python jobs/claims/run_queue.py --data cifar10.h5 --scratch /tmp/claims --estimate
     python jobs/claims/run_queue.py --data cifar10.h5 --scratch /tmp/claims --again 3
 
-A finished run is stored as a line of JSON; an interrupted run is repeated the next time. `--again`
-repeats the given number of runs, drawn at random, and compares their digests with the stored ones.
+A finished run is stored as a line of JSON; an interrupted run is repeated the next time. Several
+processes with the same --out share the runs, if each has its own --scratch. `--again` repeats the
+given number of runs, drawn at random, and compares their digests with the stored ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
+import hashlib
 import json
 import multiprocessing
 import os
@@ -54,6 +57,8 @@ from mpigossip.training import assemble  # noqa: E402
 RUNS = HERE / "runs.jsonl"
 PACKAGE = "mpigossip"
 FIGURES = ("accuracy", "loss", "bytes_sent", "steps", "seconds")
+POLL = 5.0
+"""Seconds after which a process looks again for a run that no other process is making."""
 Line = dict[str, Any]
 
 
@@ -205,29 +210,84 @@ def time_of_day(text: str) -> str:
     return datetime.strptime(text, "%H:%M").strftime("%H:%M")
 
 
-def queue(options: argparse.Namespace) -> int:
-    """Make the missing runs, cell by cell, until --until; return the number of runs made."""
+class Claims:
+    """Claims on runs, by which several processes with the same ``--out`` share the work.
+
+    A claim is a lock on one byte of a file, whose position is a hash of the run. The operating
+    system releases it when the process ends, in any way.
+
+    :param path: file of the locks; it is created and stays empty
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a+b")
+
+    def __enter__(self) -> Claims:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self._file.close()
+
+    def take(self, run: Line) -> bool:
+        """Claim a run; return whether no other process has claimed it."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._position(run))
+        except BlockingIOError:
+            return False
+        return True
+
+    def release(self, run: Line) -> None:
+        """Give up the claim on a run."""
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._position(run))
+
+    @staticmethod
+    def _position(run: Line) -> int:
+        return int.from_bytes(hashlib.sha256(identity(run).encode()).digest()[:7])
+
+
+def missing_runs(options: argparse.Namespace) -> Iterator[tuple[Cell, Line]]:
+    """Yield the runs that are known and not stored, cell by cell."""
     runs = lines(options.out)
     stored = {identity(line) for line in runs}
-    count = 0
-    versions = origin()
     for cell in cells(options):
-        while True:
-            missing = [run for run in wanted_runs(cell, runs) if identity(run) not in stored]
+        for run in wanted_runs(cell, runs):
+            if identity(run) not in stored:
+                yield cell, run
+
+
+def queue(options: argparse.Namespace) -> int:
+    """Make the missing runs, cell by cell, until --until; return the number of runs made.
+
+    While other processes make all runs that are known, this process waits for them, because their
+    results may make further runs known.
+    """
+    versions = origin()
+    count = 0
+    with Claims(options.out.with_suffix(".lock")) as claims:
+        while not (options.until and datetime.now().strftime("%H:%M") >= options.until):
+            missing = [*missing_runs(options)]
             if not missing:
                 break
-            if options.until and datetime.now().strftime("%H:%M") >= options.until:
-                return count
-            line = missing[0]
-            result = train_in_child(line | {"settings": settings(cell, line)}, options) | versions
-            with options.out.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(result, ensure_ascii=False) + "\n")
-                out.flush()
-                os.fsync(out.fileno())
-            runs.append(result)
-            stored.add(identity(result))
-            count += 1
+            claimed = next(((cell, run) for cell, run in missing if claims.take(run)), None)
+            if claimed is None:
+                time.sleep(POLL)
+                continue
+            cell, run = claimed
+            # Another process may have stored this run after `missing_runs` had read the file.
+            if identity(run) not in {identity(line) for line in lines(options.out)}:
+                line = run | {"settings": settings(cell, run)}
+                store(options.out, train_in_child(line, options) | versions)
+                count += 1
+            claims.release(run)
     return count
+
+
+def store(path: Path, line: Line) -> None:
+    """Append a line to a file of runs, and wait until it is on the disk."""
+    with path.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(line, ensure_ascii=False) + "\n")
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def repeat(options: argparse.Namespace) -> int:

@@ -1,10 +1,13 @@
 """jobs/claims: the quick table, protocols, verdicts, stored runs, the virtual clock, node.vmap."""
 
+import argparse
 import copy
 import dataclasses
 import itertools
+import multiprocessing
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -295,6 +298,63 @@ def test_a_queue_goes_on_where_it_was(tmp_path):
     assert reported == [("a", 2), ("b", 8), ("a", 1), ("b", 4)]
     (tmp_path / "runs.jsonl").write_text('{"seed": 1}\n{"seed": ')  # killed while it wrote
     assert run_queue.lines(tmp_path / "runs.jsonl") == [{"seed": 1}]
+
+
+def share_a_queue(out, scratch, name):
+    """Make the missing runs of six seeds; each run stores the name of its process."""
+
+    def seeds(_runs):
+        return (("a", "best", 1.0, seed) for seed in range(6))
+
+    def train_slowly(line, _options):
+        time.sleep(0.2)
+        return line | {"by": name}
+
+    cell = run_queue.Cell("gap", 4, {}, {"a": ""}, (), (), {}, seeds)
+    run_queue.STUDIES = {"gap": lambda: iter([cell])}
+    run_queue.train_in_child = train_slowly
+    run_queue.POLL = 0.05
+    options = {"study": None, "until": None, "out": out, "scratch": scratch}
+    run_queue.queue(argparse.Namespace(**options))
+
+
+def test_two_processes_share_a_queue_and_make_no_run_twice(tmp_path):
+    out = tmp_path / "runs.jsonl"
+    context = multiprocessing.get_context("spawn")
+    names = "first", "second"
+    processes = [
+        context.Process(target=share_a_queue, args=(out, tmp_path / name, name)) for name in names
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=120)
+        assert process.exitcode == 0
+    runs = run_queue.lines(out)
+    assert sorted(run["seed"] for run in runs) == [*range(6)]
+
+
+def test_a_claim_ends_with_its_process(tmp_path):
+    """A run that a killed process had claimed can be claimed by another one."""
+    run = {"study": "gap", "seed": 1}
+    lock = tmp_path / "runs.lock"
+    take = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(CLAIMS)!r})
+import run_queue
+claims = run_queue.Claims(Path({str(lock)!r}))
+print(claims.take({run!r}), flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", take]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with run_queue.Claims(lock) as claims:
+        assert other.stdout.readline() == "True\n"
+        assert not claims.take(run) and claims.take(run | {"seed": 2})
+        other.kill()
+        other.communicate(timeout=60)
+        assert claims.take(run)
 
 
 @on_each(("model", "accumulate"), [("mlp", 1), ("lenet", 2)])

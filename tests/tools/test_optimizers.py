@@ -55,7 +55,7 @@ def figure_of(line, falsely):
     if line["study"] == "outer":
         gap = 0.02 * ((line["nodes"] == 1) != falsely)
     if line["study"] == "growing":
-        gap = 0.03 if falsely or method == "constant γ" else 0.002
+        gap = 0.03 if (method == "constant γ") != falsely else 0.002
     noise = 1e-5 * (line["seed"] * len(method) % 7) + 0.01 * abs(
         np.log2(line["lr"] / RATE[line["study"]])
     )
@@ -70,6 +70,7 @@ RATE = {
     "outer": 0.006,
     "finalists": 0.006,
     "more-nodes": 0.024,
+    "largest": 0.006,
 }
 """Best learning rate of each study; in "optimizers", it is first at an end of the grid."""
 
@@ -118,7 +119,7 @@ def runs():
 def test_all_claims_hold_or_fail_as_the_losses_say(runs):
     assert stored.faults(runs) == []
     words = [row.words for row in optimizers.verdicts(optimizers.claims(runs))]
-    assert words == ["holds"] * len(words) and len(words) == 17
+    assert words == ["holds"] * len(words) and len(words) == 19
     words = [row.words for row in optimizers.verdicts(optimizers.claims(all_runs(falsely=True)))]
     assert words == ["**does not hold**"] * len(words)
     assert optimizers.page(runs).count("| holds |") == len(words)
@@ -162,7 +163,7 @@ def test_studies_are_run_in_the_order_of_the_tables():
 def test_the_best_finalist_is_run_on_more_nodes(runs):
     lines = [r for r in runs if r["study"] == "more-nodes"]
     methods = "Muon, all-reduce", "Muon, exact averages"
-    assert designs.best_finalist(runs) == methods[1]
+    assert designs.ranked_finalists(runs)[0] == methods[1]
     settings = {(r["nodes"], r["method"], r["lr"], r["seed"]) for r in lines}
     assert settings == {(32, method, 0.024, seed) for method in methods for seed in (1, 2)}
     assert len(lines) == len(settings) and all("data.batch=1" in r["settings"] for r in lines)
@@ -170,15 +171,32 @@ def test_the_best_finalist_is_run_on_more_nodes(runs):
     row = next(r for r in page if "n = 32, Muon, exact averages" in r)
     assert [*map(str.strip, row.split("|"))][2::2] == ["", "2 of 2", "0.20, 0.20"]
     less = [r for r in runs if (r["study"], r["seed"]) != ("finalists", 5)]
-    assert [*designs.more_nodes_runs(less)] == []
+    for count, searched in ((1, designs.optimizers), (2, designs.larger_model)):
+        assert [*designs.runs_at_found_rates(count, searched, less)] == []
+
+
+def test_the_best_two_finalists_are_run_with_the_largest_model(runs):
+    lines = [r for r in runs if r["study"] == "largest"]
+    few = "Muon, Gossip-PGA, H = 8"
+    methods = "Muon, all-reduce", "Muon, exact averages", few
+    assert designs.ranked_finalists(runs)[:2] == [*methods[1:]]
+    found = {
+        r["method"]: r["lr"] for r in runs if (r["study"], r["level"]) == ("finalists", "best")
+    }
+    settings = {(r["nodes"], r["method"], r["lr"], r["seed"]) for r in lines}
+    assert settings == {(8, method, found[method], seed) for method in methods for seed in (1, 2)}
+    assert len(lines) == len(settings) and all("model.width=192" in r["settings"] for r in lines)
+    row = next(r for r in optimizers.page(runs).splitlines() if f"gpt of 2.2 M, n = 8, {few}" in r)
+    assert [*map(str.strip, row.split("|"))][2::2] == ["1.09", "2 of 2", "1.50, 1.50"]
 
 
 def test_growing_is_compared_with_parallel_of_another_study(runs):
-    lines = [r for r in runs if r["study"] == "growing"]
-    assert len(lines) == 3 * 5 and {r["lr"] for r in lines} == {designs.GAP_RATE}
-    (cell,) = designs.growing()
+    image, text = designs.growing()
+    for cell, rate in ((image, designs.GAP_RATE), (text, designs.TEXT_RATE)):
+        lines = [r for r in runs if (r["study"], r["nodes"]) == ("growing", cell.nodes)]
+        assert len(lines) == 3 * 5 and {r["lr"] for r in lines} == {rate}
     gap = parallel_runs()[0]["settings"]
-    assert {*cell.settings} <= {*gap} and f"schedule.lr={designs.GAP_RATE}" in gap
+    assert {*image.settings} <= {*gap} and f"schedule.lr={designs.GAP_RATE}" in gap
     without = [r for r in runs if r["study"] != "gap"]
     rows = [row for row in optimizers.page(without).splitlines() if "behind parallel" in row]
     assert len(rows) == 2 and all("| begun: 5 of 5 runs |" in row for row in rows)
