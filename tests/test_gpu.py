@@ -152,10 +152,10 @@ def test_a_model_that_waits_for_the_gpu_trains_eagerly():
 
 
 def test_auto_precision_and_tf32():
-    from mpigossip.training.precision import Precision, resolved
+    from mpigossip.training.precision import Precision, agreed
 
     supported = torch.cuda.is_bf16_supported(False)
-    assert resolved("auto", "cuda:0") == ("bf16" if supported else "fp32")
+    assert agreed("auto", SingleProcess(), ["cuda:0"]) == ("bf16" if supported else "fp32")
     Precision("fp32", ["cuda:0"], 1)
     assert torch.backends.cudnn.conv.fp32_precision == "ieee"
 

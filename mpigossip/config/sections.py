@@ -290,7 +290,8 @@ class NodeSection:
     slots of its rank by 0.8 times this limit ends the run, too, and so does a rank that is later
     than the other ranks of its node by twice this limit."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Arithmetic of forward and backward; auto: bf16 on GPUs that support it, otherwise fp32."""
+    """Arithmetic of forward and backward; auto: bf16 if all ranks
+    have GPUs that support it, otherwise fp32."""
     wire: Text = "fp32"
     """Format of messages between nodes. "fp32" is exact; "bf16", "qsgd" and "fp4" are lossy;
     "sign", "top-k", "top-k-int2", "random-k" and "shared-k" omit most of the values or bits."""

@@ -36,7 +36,7 @@ from mpigossip.mixing.lossy_wires import WIRES
 from mpigossip.training import rules, shape, task
 from mpigossip.training.loop import Trainer
 from mpigossip.training.parts import JobParts, make_graph, make_parts
-from mpigossip.training.precision import Precision, arranged, resolved
+from mpigossip.training.precision import Precision, agreed, arranged
 from mpigossip.training.replicas import Replicas
 from mpigossip.training.schedule import schedule
 from mpigossip.training.task import Objective
@@ -411,7 +411,7 @@ def assemble(job: Job, world: World, n: int) -> Assembly:
     )
     engine = parts.make_engine(mixer, group, replicas, job.log.consensus_every)
     engine.publish = replicas.publish
-    arithmetic = resolved(job.node.precision, group.devices[0])
+    arithmetic = agreed(job.node.precision, world, group.devices)
     trainer = Trainer(
         job,
         engine,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from mpigossip.cluster.world import World
 from mpigossip.groups.base import Group
 
 FIRST_SCALE = 2.0**16
@@ -17,18 +18,28 @@ GROWTH_INTERVAL = 2000
 """Number of steps without an overflow after which the loss scale of a node is doubled."""
 
 
-def resolved(setting: str, device: str) -> str:
-    """Return the arithmetic for `node.precision`: "fp32", "bf16" or "fp16".
+def agreed(setting: str, world: World, devices: Sequence[str]) -> str:
+    """Return the arithmetic for `node.precision`: "fp32", "bf16" or "fp16"; collective over world.
 
-    "auto" is bf16 on GPUs that support it, otherwise fp32.
+    "auto" is bf16 if the slots of all ranks are GPUs that support it, otherwise fp32: if only some
+    GPUs supported it, the nodes would round in different ways.
 
-    :param setting: value of `node.precision`
-    :param device: device of the slots
+    :param setting: value of `node.precision`, which is the same on all ranks
+    :param world: all ranks of the run
+    :param devices: devices of this rank's slots
     """
     if setting != "auto":
         return setting
-    on_gpu = device.startswith("cuda")
-    return "bf16" if on_gpu and torch.cuda.is_bf16_supported(False) else "fp32"
+    unsupported = not all(supports_bf16(device) for device in devices)
+    return "fp32" if world.agree(int(unsupported)) else "bf16"
+
+
+def supports_bf16(device: str) -> bool:
+    """Return whether a device is a GPU that computes with bfloat16 without emulation."""
+    if not device.startswith("cuda"):
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_bf16_supported(False)
 
 
 def without_tf32() -> None:

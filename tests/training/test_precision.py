@@ -18,7 +18,7 @@ from mpigossip.mixing.base import ExchangeKind
 from mpigossip.runs import start_and_resume
 from mpigossip.store import checkpoint
 from mpigossip.training import assemble, capture, evaluate, precision, replicas
-from tests.cases import naming, on_each
+from tests.cases import naming, on_each, with_world
 
 
 def job(*settings, model="lenet"):
@@ -54,9 +54,26 @@ def test_tf32_is_disabled_without_a_warning_of_torch():
 
 
 def test_auto_is_float32_on_a_cpu():
-    assert precision.resolved("auto", "cpu") == "fp32"
-    assert precision.resolved("bf16", "cpu") == "bf16"
+    assert precision.agreed("auto", SingleProcess(), ["cpu"]) == "fp32"
+    assert precision.agreed("bf16", SingleProcess(), ["cpu"]) == "bf16"
     assert losses(steps=3) == losses("node.precision=fp32", steps=3)
+
+
+@with_world
+def arithmetic_of(world, old_gpus):
+    """Return the arithmetic of a rank with two GPUs; some ranks have one GPU without bfloat16."""
+    devices = ["cuda:0", "cuda:old" if world.rank in old_gpus else "cuda:1"]
+    supports = pytest.MonkeyPatch()
+    with supports.context() as patch:
+        patch.setattr(precision, "supports_bf16", lambda device: device != "cuda:old")
+        settings = ("auto", "bf16", "fp16", "fp32")
+        return [precision.agreed(setting, world, devices) for setting in settings]
+
+
+@pytest.mark.parametrize(("old_gpus", "auto"), [((), "bf16"), ((0,), "fp32"), ((1, 2), "fp32")])
+def test_all_ranks_use_bf16_or_none(ranks, old_gpus, auto):
+    outcomes = ranks(3)(arithmetic_of, old_gpus)
+    assert outcomes == [[auto, "bf16", "fp16", "fp32"]] * 3
 
 
 @pytest.mark.parametrize(
