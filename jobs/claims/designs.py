@@ -948,3 +948,6 @@ STUDIES = {
     "more-nodes": more_nodes,
     "largest": largest_model,
 }
+REMOVED = {"growing": "4421d395"}
+"""Studies of methods that were taken out of the package, each with the last commit that can repeat
+its runs. Their stored runs are still judged."""

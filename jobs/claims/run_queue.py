@@ -36,6 +36,7 @@ sys.path.insert(0, str(HERE))
 import parts  # noqa: E402, F401  names of cadences
 from designs import (  # noqa: E402
     JOB,
+    REMOVED,
     SEARCH,
     SEEDS,
     STUDIES,
@@ -202,7 +203,12 @@ def origin() -> dict[str, str]:
 
 def cells(options: argparse.Namespace) -> list[Cell]:
     """Return the cells of the chosen studies, in the order of their runs."""
-    return [cell for name in options.study or STUDIES for cell in STUDIES[name]()]
+    return [cell for name in options.study or studies() for cell in STUDIES[name]()]
+
+
+def studies() -> list[str]:
+    """Return the names of the studies whose runs this version of the package can make."""
+    return [name for name in STUDIES if name not in REMOVED]
 
 
 def time_of_day(text: str) -> str:
@@ -296,7 +302,7 @@ def repeat(options: argparse.Namespace) -> int:
     Return exit code 1 if any digest differs from the stored digest, otherwise 0.
     """
     candidates = [
-        line for line in lines(options.out) if line.get("digest") and line["study"] in STUDIES
+        line for line in lines(options.out) if line.get("digest") and line["study"] in studies()
     ]
     different = 0
     for line in random.Random().sample(candidates, min(options.again, len(candidates))):
@@ -318,8 +324,11 @@ def estimate(options: argparse.Namespace) -> None:
         print(f"{cell.study:10} n = {cell.nodes:3} {cell.labels}: {finished} of {total} runs")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Make the missing runs, repeat stored runs, or count runs; return the exit code."""
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the options of the command line.
+
+    :param arguments: arguments of the program; None: the arguments of this process
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -327,11 +336,16 @@ def main(arguments: list[str] | None = None) -> int:
     add("--data", type=Path, required=True, help="CIFAR-10, packed by `mpigossip data pack`")
     add("--scratch", type=Path, required=True, help="folder for temporary logs")
     add("--out", type=Path, default=RUNS, help="lines of JSON; default: runs.jsonl of this folder")
-    add("--study", action="append", choices=[*STUDIES], help="repeatable; default: all in order")
+    add("--study", action="append", choices=studies(), help="repeatable; default: all in order")
     add("--until", metavar="HH:MM", type=time_of_day, help="start no run after this time of today")
     add("--again", type=int, default=0, metavar="N", help="repeat N runs and compare their digests")
     add("--estimate", action="store_true", help="print the numbers of finished and of all runs")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Make the missing runs, repeat stored runs, or count runs; return the exit code."""
+    options = parse(arguments)
     torch.set_num_threads(1)
     options.scratch.mkdir(parents=True, exist_ok=True)
     if options.estimate:

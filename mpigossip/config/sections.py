@@ -163,24 +163,14 @@ class AlgorithmSection:
     accumulate: Batch = 1
     """Number of batches whose gradients are averaged for one step."""
     blend: Share | None = None
-    """Weight γ of the received average in x ← γ · mixed + (1 − γ) · x, at the start of the run if
-    `blend_end` is set. With `cadence.delay` and γ = 1, the steps made since the message was sent
-    would be undone. If unset, γ is 0.5 with a delay and 1 without."""
-    blend_end: Share | None = None
-    """Weight γ at the last step of `run.epochs`, if γ changes with the step, as in DSGD-AC (arXiv
-    2602.02899, of which only the abstract was available); if unset, γ is constant."""
-    blend_shape: Literal["linear", "cosine"] = "linear"
-    """Course of γ from `blend` to `blend_end`, as a function of the step."""
+    """Weight γ of the received average in x ← γ · mixed + (1 − γ) · x. With `cadence.delay` and
+    γ = 1, the steps made since the message was sent would be undone. If unset, γ is 0.5 with a
+    delay and 1 without."""
     average_state: dict[str, Period] = field(default_factory=dict)
     """Period, in steps, with which arrays of the local step are averaged between nodes, too, by
     name: `{second = 16}` averages the running mean of g² of AdamW at every 16th step."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword-only arguments of the algorithm's builder."""
-
-    @property
-    def blends(self) -> bool:
-        """True if `blend` or `blend_end` is set."""
-        return self.blend is not None or self.blend_end is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,15 @@ which users write, are not translated.
 from collections.abc import Mapping
 from typing import Any
 
+ANY = "*"
 DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
     ("node", ""): {"overlap": True, "gpu_window": "auto"},
     ("algorithm", "noloco"): {"form": "one_vector"},
     ("algorithm", "detag"): {"tracker": "stale", "momentum": "new"},
+    ("algorithm", ANY): {"blend_end": None, "blend_shape": "linear"},
 }
 """Former default of each removed setting. The keys are the section and the value of its setting
-``name``, which is "" in a section without one."""
+``name``, which is "" in a section without one; `ANY` stands for all values."""
 RENAMED = {("node", "kept"): "density"}
 """New names of settings, by section and old key."""
 
@@ -34,7 +36,7 @@ def update(job: Mapping[str, Any]) -> dict[str, Any]:
             updated[section] = {new if k == key else k: value for k, value in table.items()}
     for (section, name), former in DEFAULTS.items():
         table = updated.get(section)
-        if isinstance(table, dict) and table.get("name", "") == name:
+        if isinstance(table, dict) and name in (ANY, table.get("name", "")):
             updated[section] = {
                 key: value
                 for key, value in table.items()

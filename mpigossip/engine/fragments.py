@@ -7,7 +7,7 @@ fragments of equal size, messages need about 1/P of the memory; with fragments o
 they need the memory of the largest fragment.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +33,8 @@ class Fragments(NamedTuple):
     """For each segment, the algorithm without its local step. Each segment has its own object,
     because an algorithm for a lossy wire may keep the vectors that it sent until it receives.
     """
-    blend: Callable[[int], float]
-    """Function (step of the engine) -> weight γ of x ← γ · received + (1 − γ) · x."""
+    blend: float
+    """Weight γ of x ← γ · received + (1 − γ) · x."""
 
 
 class FragmentArrays(NamedTuple):
@@ -76,8 +76,7 @@ class FragmentExchange:
         arriving = self.fragments.schedule.arriving(now.index)
         if arriving is not None:
             self.wait(engine)
-            weight = self.fragments.blend(engine.index)
-            engine.group.on_shards(lambda k: self._apply(engine.vector.x[k], k, arriving, weight))
+            engine.group.on_shards(lambda k: self._apply(engine.vector.x[k], k, arriving))
 
     def send(self, engine: Engine, now: Step) -> None:
         """Make the step of :meth:`adapt`, then begin the exchange of the scheduled fragment."""
@@ -120,7 +119,7 @@ class FragmentExchange:
         delayed = self.fragments.schedule.delay
         targets = self._received_arrays(engine) if delayed else engine.vector.x
         # The delayed fragment is blended into x when it is applied.
-        weight = 1.0 if delayed else self.fragments.blend(engine.index)
+        weight = 1.0 if delayed else self.fragments.blend
 
         def receive(k: int) -> None:
             x, state = parts[k]
@@ -175,16 +174,15 @@ class FragmentExchange:
         pairs = ((getattr(needs, f), getattr(state, f)) for f in needs._fields)
         return type(needs)(*(self._gather_state(*pair, columns) for pair in pairs))
 
-    def _apply(self, x: torch.Tensor, k: int, fragment: int, weight: float) -> None:
+    def _apply(self, x: torch.Tensor, k: int, fragment: int) -> None:
         """Blend the received elements of a fragment into the parameters x of segment k.
 
         :param x: parameters of the segment, (rows, elements)
         :param k: index of the segment
         :param fragment: index of the fragment
-        :param weight: weight γ of the received elements
         """
         for c in self.fragments.cuts[k][fragment]:
-            _blend(x[:, c], self._received[k][:, c], weight)
+            _blend(x[:, c], self._received[k][:, c], self.fragments.blend)
 
 
 def _blend(x: torch.Tensor, received: torch.Tensor, weight: float) -> None:

@@ -428,7 +428,7 @@ class LoopNode:
     def average(self) -> None:
         self.check_not_paused("average()")
         whole = self.parts.cadence.fragment_schedule.is_whole_model
-        if not whole or self.job.algorithm.blends:
+        if not whole or self.job.algorithm.blend is not None:
             raise JobError(
                 "average(): with fragments, a delay or a blend, the step decides what is sent: "
                 "remove the call, or remove fragments, delay and blend from Gossip(…)"

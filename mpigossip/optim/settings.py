@@ -21,7 +21,7 @@ from mpigossip.training.parts import JobParts, make_graph, make_parts
 from mpigossip.training.rules import incompatibilities, loop_problems
 
 KEYS = {
-    "algorithm": ("blend", "blend_end", "blend_shape", "average_state"),
+    "algorithm": ("blend", "average_state"),
     "run": ("seed", "survive"),
     "graph": ("weights", "lazy", "slack", "degree"),
     "node": ("levels", "density", "same_host", "timeout_s", "exchange"),

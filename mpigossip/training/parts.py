@@ -32,7 +32,6 @@ from mpigossip.mixing.delayed import Faults
 from mpigossip.mixing.lossy_wires import wire
 from mpigossip.mixing.wire import Wire
 from mpigossip.training.fragments import fragment_columns, fragment_width
-from mpigossip.training.schedule import blend_weight
 
 EMPTY = ParameterLayout((), (), (), (), size=0, decayed=0, slots=1)
 """Parameter layout that stands for a model that does not exist yet."""
@@ -55,8 +54,6 @@ class JobParts:
     """
     state_layout: MessageLayout
     """Position of an array of the local step in a message, for `algorithm.average_state`."""
-    total: int | None = None
-    """Number of steps of all epochs; None: not known."""
     frozen: Collection[str] = ()
     """Names of the model's parameters that are not trained now, but may be later."""
 
@@ -159,20 +156,18 @@ class JobParts:
         """
         schedule = self.cadence.fragment_schedule
         section = self.job.algorithm
-        if schedule.is_whole_model and not section.blends:
+        if schedule.is_whole_model and section.blend is None:
             return None
         width = self.layout.widths[0]
         cuts = [fragment_columns(flat, slot, schedule, width, self.frozen) for slot in shards]
         # Make an algorithm for each shard, because a lossy wire keeps a state for each shard.
         methods = [_method(self.job, self.graph, local=NO_LOCAL_STEP) for _ in shards]
         exchanges = [_over_wire(method, self.layout.wire, self.cadence) for method in methods]
-        start = section.blend
-        if start is None:
-            start = 0.5 if schedule.delay else 1.0
+        blend = section.blend
+        if blend is None:
+            blend = 0.5 if schedule.delay else 1.0
         if "keeps-x" in exchanges[0].needs:
-            start = 0.0
-        total = self.total or self.job.run.steps or 1
-        blend = blend_weight(start, section.blend_end, section.blend_shape, total)
+            blend = 0.0
         return Fragments(schedule, cuts, width, exchanges, blend)
 
 
@@ -260,7 +255,7 @@ def make_parts(
         first=tuple(flat.width * shard for shard in shards),
     )
     methods = [_over_wire(method, coding, cadence) for method in exact_methods]
-    return JobParts(job, graph, methods, cadence, layout, state_layout, total, frozen)
+    return JobParts(job, graph, methods, cadence, layout, state_layout, frozen)
 
 
 def _method(

@@ -560,8 +560,6 @@ def _blends(parts: JobParts) -> Verdict:
     section = parts.job.algorithm
     if section.blend is not None:
         return {"setting": f"algorithm.blend = {section.blend:g}"}
-    if section.blend_end is not None:
-        return {"setting": f"algorithm.blend_end = {section.blend_end:g}"}
     return None
 
 
@@ -646,17 +644,6 @@ FRAGMENTS: Table[JobParts] = (
             _blends_what_is_kept,
             "{setting}: with algorithm.eager, received models are not blended into the model",
             "remove {setting}",
-        ),
-    ),
-    (
-        Rule(
-            lambda parts: (
-                parts.job.algorithm.blend_shape != "linear"
-                and parts.job.algorithm.blend_end is None
-            ),
-            'algorithm.blend_shape = "{job.algorithm.blend_shape}": without algorithm.blend_end, '
-            "the weight is constant",
-            "set algorithm.blend_end, or leave blend_shape out",
         ),
     ),
     (
@@ -1099,13 +1086,6 @@ CUSTOM_LOOP: Table[CustomLoop] = (
             ),
             'cadence.name = "adpsgd": needs the number of steps of the run, which is not known in '
             "a custom loop: pass total=…",
-        ),
-    ),
-    (
-        Rule(
-            lambda loop: loop.job.algorithm.blend_end is not None and loop.job.run.steps is None,
-            "blend_end = {job.algorithm.blend_end:g}: needs the number of steps of the run, which "
-            'is not known in a custom loop: pass run="runs/mine", steps=…, or remove blend_end',
         ),
     ),
     (

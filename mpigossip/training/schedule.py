@@ -67,35 +67,3 @@ def schedule(
         return full
 
     return rate
-
-
-def blend_weight(
-    start: float, end: float | None, shape: str, total_steps: int
-) -> Callable[[int], float]:
-    """Return the weight γ of the received average as a function of the step, from 0 on.
-
-    x ← γ_k · received + (1 − γ_k) · x at step k. For D-PSGD this is x ← (1 − γ_k) x½ + γ_k W x½.
-    With s = min(k/(T − 1), 1), where T is ``total_steps``:
-
-    * "linear": γ_k = start + (end − start) s
-    * "cosine": γ_k = start + (end − start)(1 − cos π s)/2
-
-    DSGD-AC (arXiv 2602.02899) trains with a γ that changes with the step, so that the nodes keep a
-    distance between their models. Only the abstract of that paper was available when this was
-    written. The two shapes are therefore not claimed to be its own γ_k.
-
-    :param start: γ at step 0, between 0 and 1
-    :param end: γ at the last step and later, between 0 and 1; None: γ = ``start`` at all steps
-    :param shape: "linear" or "cosine"
-    :param total_steps: number of steps, T
-    """
-    if end is None:
-        return lambda step: start
-
-    def weight(step: int) -> float:
-        progress = min(step / max(total_steps - 1, 1), 1.0)
-        if shape == "cosine":
-            progress = (1 - math.cos(math.pi * progress)) / 2
-        return start + (end - start) * progress
-
-    return weight

@@ -1,6 +1,4 @@
-"""Weights of mixing: the formula, models in numpy, ranks, resume, and errors."""
-
-from math import cos, pi
+"""The weight of mixing γ: models in numpy, ranks, resume, and errors."""
 
 import numpy as np
 import pytest
@@ -9,53 +7,34 @@ from torch import nn
 
 import mpigossip
 from mpigossip.config import JobError
-from mpigossip.training.schedule import blend_weight
 from tests import battery
 from tests.battery import Double, Driver, take_over
 from tests.cases import naming, on_each, with_world
 
 STEPS = 40
-LINEAR = "algorithm.name=dsgd local.name=sgd algorithm.blend=0.1 algorithm.blend_end=0.9"
-COSINE = f"{LINEAR} algorithm.blend_shape=cosine"
+GAMMA = 0.3
+BLENDED = f"algorithm.name=dsgd local.name=sgd algorithm.blend={GAMMA}"
 CASES = (
-    LINEAR,
-    f"{COSINE} cadence.name=gossip-pga cadence.period=3",
-    f"{COSINE} cadence.name=every cadence.period=4 cadence.fragments=2 cadence.delay=1",
+    BLENDED,
+    f"{BLENDED} cadence.name=gossip-pga cadence.period=3",
+    f"{BLENDED} cadence.name=every cadence.period=4 cadence.fragments=2 cadence.delay=1",
     "algorithm.name=diloco cadence.period=3 algorithm.blend=0.3 node.wire=bf16",
-    "algorithm.name=dsgd local.name=adamw algorithm.blend_end=0 node.wire=qsgd",
+    "algorithm.name=dsgd local.name=adamw algorithm.blend=0 node.wire=qsgd",
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def weight(settings, step):
-    """Return γ of a step by the formula of the docstring."""
-    progress = step / (STEPS - 1)
-    if settings.endswith("cosine"):
-        progress = (1 - cos(pi * progress)) / 2
-    return 0.1 + 0.8 * progress
-
-
-@on_each("settings", [LINEAR, COSINE])
 @on_each("n", [2, 3, 5, 8])
-def test_models_equal_the_formula(settings, n):
-    driver = Double(settings, n)
+def test_models_equal_the_formula(n):
+    driver = Double(BLENDED, n)
     x = driver.whole().numpy()
     b = torch.cat(driver.b, dim=1).numpy()
     for step in range(STEPS):
         x = x - 0.1 * (x - b)
-        gamma = weight(settings, step)
-        x = (1 - gamma) * x + gamma * driver.graph.matrix(step) @ x
+        x = (1 - GAMMA) * x + GAMMA * driver.graph.matrix(step) @ x
     result = driver.run(STEPS).whole().numpy()
     assert np.abs(result - x).max() <= 1e-12 * np.abs(x).max()
-
-
-def test_the_weight_is_constant_without_an_end_and_after_the_last_step():
-    assert {blend_weight(0.3, None, "linear", 9)(step) for step in range(20)} == {0.3}
-    for shape in ("linear", "cosine"):
-        rate = blend_weight(0.2, 0.8, shape, 11)
-        assert [rate(step) for step in (0, 5, 10, 30)] == pytest.approx([0.2, 0.5, 0.8, 0.8])
-    assert blend_weight(0.2, 0.8, "linear", 1)(0) == 0.2
 
 
 def test_a_weight_of_one_is_the_method():
@@ -94,8 +73,6 @@ def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n):
 def loop(world):
     model = nn.Linear(2, 2)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(JobError, match=naming("blend_end = 1", "steps")):
-        mpigossip.Gossip(world, model, inner, "dsgd", blend_end=1.0)
     gossip = mpigossip.Gossip(world, model, inner, "dsgd", blend=0.5)
     model(torch.ones(1, 2)).sum().backward()
     gossip.step()
@@ -103,5 +80,5 @@ def loop(world):
         gossip.average()
 
 
-def test_a_loop_needs_the_number_of_steps(ranks):
+def test_a_blended_loop_rejects_average(ranks):
     ranks(2)(loop)

@@ -34,6 +34,10 @@ def test_a_complete_job_of_an_earlier_version_may_have_a_removed_default():
     for name, options in (("detag", {"beta": 0.5}), ("dmsgd", {"momentum": "new", "beta": 0.5})):
         old = f'[algorithm]\nname = "{name}"\nmomentum = "new"\nbeta = 0.5\n'
         assert load(old).algorithm.options == options
+    for name in ("dsgd", "detag"):  # a default that was removed from all algorithms
+        old = f'[algorithm]\nname = "{name}"\nblend_shape = '
+        assert load(f'{old}"linear"\n') == load({"algorithm": {"name": name}})
+        assert load(f'{old}"cosine"\n').algorithm.options == {"blend_shape": "cosine"}
     for source, overrides in (({"node": {"overlap": True}}, ()), ({}, ["node.overlap=true"])):
         (message,) = problems_of(source, overrides)
         assert message.startswith("node.overlap: unknown key; ")

@@ -320,12 +320,10 @@ REFUSED = {
         'leave that out, or choose one of dmsgd-vanilla',
     "algorithm.name=sparta cadence.name=every cadence.delay=1": 'algorithm "sparta" exchanges',
     **{
-        f"algorithm.name={name} algorithm.{blend}": "no separate local step"
+        f"algorithm.name={name} algorithm.blend=0.5": "no separate local step"
         for name in ("dmsgd", "parallel", "dsgd algorithm.style=awc")
-        for blend in ("blend=0.5", "blend_end=0.5")
     },
-    "algorithm.name=dsgd algorithm.blend_shape=cosine": "without algorithm.blend_end",
-    "algorithm.name=dsgd algorithm.blend_end=1 node.mixer=asynchronous": "must not be blended",
+    "algorithm.name=dsgd algorithm.blend=1 node.mixer=asynchronous": "must not be blended",
     "algorithm.name=diloco algorithm.eager=true cadence.delay=2 algorithm.blend=0.5":
         "algorithm.blend = 0.5: with algorithm.eager",
     "algorithm.name=dsgd cadence.name=every cadence.fragments=2 node.mixer=asynchronous":

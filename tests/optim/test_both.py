@@ -18,7 +18,7 @@ JOB = Path(__file__).parents[2] / "jobs/digits.toml"
 MORE = {
     "": {},
     "late": {"cadence": "every", "period": 6, "fragments": 3, "delay": 2, "blend": 0.7},
-    "blended": {"blend": 0.2, "blend_end": 0.9, "blend_shape": "cosine"},
+    "blended": {"blend": 0.2},
     "averaged": {"average_state": {"momentum_buffer": 3}},
 }
 """Options of `Gossip` by name."""
@@ -39,7 +39,7 @@ def job(name, steps, more):
 
 
 @with_world
-def run_custom_loop(world, name, steps, more, folder):
+def run_custom_loop(world, name, steps, more):
     """Train in a custom loop with the data, model and learning rates of the job.
 
     :return: parameters (P,) of this rank, and the bytes that it has sent
@@ -51,10 +51,7 @@ def run_custom_loop(world, name, steps, more, folder):
     model = assemble.make_model(made.parts.job, data)
     beta = 0.9 if more == "averaged" else 0.0
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=beta, weight_decay=1e-4)
-    options = MORE[more]
-    if "blend_end" in options:  # it needs the number of steps of all epochs
-        options = options | {"run": folder, "steps": made.parts.total}
-    optimizer = mpigossip.Gossip(world, model, optimizer, name, **options)
+    optimizer = mpigossip.Gossip(world, model, optimizer, name, **MORE[more])
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = trainer.rate(step)
         (batch,) = loader.step(step)
@@ -86,8 +83,8 @@ def simulated(name, steps, more):
     ("name", "more"),
     [("dmsgd", ""), ("dsgd", ""), ("dsgd", "late"), ("dsgd", "blended"), ("dsgd", "averaged")],
 )
-def test_a_plain_loop_and_a_job_have_one_digest(ranks, tmp_path, name, more):
-    got = ranks(4)(run_custom_loop, name, 40, more, tmp_path / "run")
+def test_a_plain_loop_and_a_job_have_one_digest(ranks, name, more):
+    got = ranks(4)(run_custom_loop, name, 40, more)
     packed, sent = simulated(name, 40, more)
     loop_digest, job_digest = (
         hashlib.sha256(b"".join(one.tobytes() for one in each)).hexdigest()

@@ -180,11 +180,13 @@ def test_the_best_two_finalists_are_run_with_the_largest_model(runs):
     few = "Muon, Gossip-PGA, H = 8"
     methods = "Muon, all-reduce", "Muon, exact averages", few
     assert designs.ranked_finalists(runs)[:2] == [*methods[1:]]
-    found = {
+    best_rates = {
         r["method"]: r["lr"] for r in runs if (r["study"], r["level"]) == ("finalists", "best")
     }
     settings = {(r["nodes"], r["method"], r["lr"], r["seed"]) for r in lines}
-    assert settings == {(8, method, found[method], seed) for method in methods for seed in (1, 2)}
+    assert settings == {
+        (8, method, best_rates[method], seed) for method in methods for seed in (1, 2)
+    }
     assert len(lines) == len(settings) and all("model.width=192" in r["settings"] for r in lines)
     row = next(r for r in optimizers.page(runs).splitlines() if f"gpt of 2.2 M, n = 8, {few}" in r)
     assert [*map(str.strip, row.split("|"))][2::2] == ["1.09", "2 of 2", "1.50, 1.50"]
@@ -202,19 +204,12 @@ def test_growing_is_compared_with_parallel_of_another_study(runs):
     assert len(rows) == 2 and all("| begun: 5 of 5 runs |" in row for row in rows)
 
 
-def test_the_falling_weight_is_proportional_to_the_rate():
-    steps = 975
-    section = config.Schedule(name="cosine", lr=0.05, scale="none")
-    rate = schedule.schedule(section, 195, steps, 256)
-    options = dict(
-        setting.removeprefix("algorithm.").split("=")
-        for setting in designs.MIXING["falling γ"].split()
-        if "blend" in setting
-    )
-    start, end = float(options["blend"]), float(options["blend_end"])
-    weight = schedule.blend_weight(start, end, options["blend_shape"], steps)
-    weights = [weight(k) for k in range(steps)]
-    np.testing.assert_allclose(weights, [rate(k) / 0.05 for k in range(steps)], atol=2e-3)
+def test_runs_of_a_removed_method_are_judged_but_not_made(runs, tmp_path):
+    assert any(r["study"] == "growing" for r in runs)
+    options = run_queue.parse(["--data", "unused.h5", "--scratch", str(tmp_path)])
+    assert {*designs.STUDIES} - {cell.study for cell in run_queue.cells(options)} == {"growing"}
+    with pytest.raises(SystemExit):
+        run_queue.parse(["--data", "unused.h5", "--scratch", ".", "--study", "growing"])
 
 
 def exchanges(cadence, steps, rate):
