@@ -43,7 +43,7 @@ CLOSE = 2.0
 HALF_A_POINT = 0.5
 """Largest number of percentage points by which γ that changes may be behind parallel SGD."""
 
-REFERENCES = {"moments": "optimizers"}
+REFERENCES = {"moments": "optimizers", "growing": "optimizers"}
 """Study that contains the runs of all-reduce, by the study whose methods are compared with it.
 
 A study that is not listed contains them itself."""
@@ -103,9 +103,10 @@ def gap(runs: Sequence[Line], cell: Cell, method: str) -> BySeed:
 
     :param runs: all stored runs
     :param cell: cell that contains the method
-    :param method: label of the method, its optimizer and its exchange
+    :param method: label of the method
     """
-    reference = method_label(method.partition(", ")[0], "all-reduce")
+    optimizer = "AdamW" if cell.study == "growing" else method.partition(", ")[0]
+    reference = method_label(optimizer, "all-reduce")
     study = REFERENCES.get(cell.study, cell.study)
     base = cell_of(study, cell.nodes, cell.labels["model"], reference)
     return excess(results(runs, cell, method), results(runs, base, reference))
@@ -327,13 +328,14 @@ def method_lines(runs: Sequence[Line]) -> list[str]:
             mean = above = ""
             if by_seed:
                 mean = f"{np.mean([*by_seed.values()]):.4f}"
-            if exchange in SENT and exchange != "all-reduce":
+            of_text = cell.study == "growing" and cell.metric == "loss"
+            if of_text or (exchange in SENT and exchange != "all-reduce"):
                 values = [*gap(runs, cell, method).values()]
                 if len(values) == len(SEEDS):
                     above = format_interval(of_values(values))
                 elif len(values) == len(seeds_of(cell)):
                     above = ", ".join(f"{value:.2f}" for value in values)
-            name = f"{cell.labels['model']}, n = {cell.nodes}, {method}"
+            name = f"{cell.labels['model']}, n = {cell.nodes}, {'AdamW, ' * of_text}{method}"
             search = searched_text(runs, cell, method)
             count = f"{len(by_seed)} of {len(seeds_of(cell))}"
             lines.append(f"| {name} | {sent} | {search} | {count} | {mean} | {above} |")
