@@ -92,7 +92,7 @@ def by_kernel(
         # A row of columns is contiguous, but several rows are not.
         rows = [[row[columns] for row in array] for array in (out, g, first, second)]
         # On the device, because a number of the host would have to be copied to it.
-        steps = [torch.full((), float(index), device=x.device) for _ in x]
+        steps = [torch.full((), float(index), dtype=torch.float32, device=x.device) for _ in x]
         torch_adamw(
             *rows,
             [],
@@ -184,7 +184,7 @@ def digest_if_right(device: torch.device) -> str:
     hashed = hashlib.sha256()
     for length in TRIAL_LENGTHS:
         adamw = AdamW(0.9, 0.999, 1e-8, 0.1, length // 3)
-        arrays = [torch.randn(2, length, generator=draw) for _ in range(4)]
+        arrays = [torch.randn(2, length, generator=draw, dtype=torch.float32) for _ in range(4)]
         arrays[3].square_()
         for index in (0, 1000):
             x, g, first, second = [array.clone() for array in arrays]

@@ -124,11 +124,11 @@ class OuterOptimizer:
             second step, and by 2 in the third
         """
         with torch.device("cpu"):
-            x = torch.zeros(1, len(gradient))
+            x = torch.zeros(1, len(gradient), dtype=torch.float32)
             optimizer = self._make([x])
             values = []
             for scale in (1.0, -0.5, 2.0):
-                x.grad = torch.tensor([gradient]) * scale
+                x.grad = torch.tensor([gradient], dtype=torch.float32) * scale
                 optimizer.step()
                 values.append(x[0].tolist())
         return values, optimizer.state[x]
@@ -136,8 +136,8 @@ class OuterOptimizer:
     def _starts_at_zero(self) -> bool:
         """Return whether a first step without a state equals a step with a state of zeros."""
         with torch.device("cpu"):
-            x = torch.zeros(1, 1)
-            self.step(x, torch.ones(1, 1), self.init(x))
+            x = torch.zeros(1, 1, dtype=torch.float32)
+            self.step(x, torch.ones_like(x), self.init(x))
         return x[0].tolist() == self._probe([1.0])[0][0]
 
 

@@ -66,7 +66,9 @@ class FragmentExchange:
 
     def __init__(self, fragments: Fragments):
         self.fragments = fragments
-        self._needs = fragments.exchanges[0].init(torch.empty(1, 2, device="meta"))
+        self._needs = fragments.exchanges[0].init(
+            torch.empty(1, 2, dtype=torch.float32, device="meta")
+        )
         self._received: list[torch.Tensor] = []
         self.discard()
 

@@ -56,7 +56,9 @@ class Gathered(Mixer):
         # With an exact wire, the sent message is equal to the outbox, which holds whole vectors.
         self._sent = [] if layout.wire.exact else whole_vectors()
         device = group.devices[0]
-        self._out = [torch.zeros(1, size, device=device) for _ in range(layout.vectors)]
+        self._out = [
+            torch.zeros(1, size, dtype=torch.float32, device=device) for _ in range(layout.vectors)
+        ]
         scalar = torch.zeros(1, 1, dtype=torch.float64, device=device)
         self._scalars = [scalar.clone() for _ in range(layout.scalars)]
         self._kind = ExchangeKind.LOCAL

@@ -80,9 +80,11 @@ class ModuleParameters:
         self.frozen = {name: p for name, p in named[0].items() if id(p) not in trained}
         """Parameters of the first module, by name, that are not part of the flat parameters."""
         device = self.rows[0][0].device
-        self.full = [torch.zeros(len(models), local_layout.size, device=device)]
+        # The program may have set another default type of torch.
+        shape = len(models), local_layout.size
+        self.full = [torch.zeros(shape, dtype=torch.float32, device=device)]
         self.x = self.full
-        self.g = [torch.empty(0, device=device)]
+        self.g = [torch.empty(0, dtype=torch.float32, device=device)]
         self._cache: dict[int, list[torch.Tensor]] = {}
 
     def cut(self, row: torch.Tensor) -> list[torch.Tensor]:

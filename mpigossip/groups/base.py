@@ -84,7 +84,8 @@ class Group(Protocol):
 
     def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
         """Return for each slot a zeroed float32 array (rows, columns), which all calls accept."""
-        return [torch.zeros(rows, columns, device=device) for device in self.devices]
+        dtype = torch.float32  # the program may have set another default
+        return [torch.zeros(rows, columns, dtype=dtype, device=d) for d in self.devices]
 
     def run(self, work: Callable[[int], T]) -> list[T]:
         """Call ``work(k)`` for all slots of this process at the same time; return the results.

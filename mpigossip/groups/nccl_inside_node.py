@@ -94,7 +94,7 @@ class TorchGroup:
         self._works: list[tuple[str, Any]] = []
         self._side: torch.cuda.Stream | None = None
         """Stream of averages that are computed while the current stream continues."""
-        self._scratch = [torch.empty(0)] * len(self.local_slots)
+        self._scratch = [torch.empty(0, dtype=torch.float32)] * len(self.local_slots)
         group_ranks = [
             GroupRank("inside the node", slot, self.slots, device)
             for slot, device in zip(self.local_slots, self.devices, strict=True)
@@ -132,7 +132,8 @@ class TorchGroup:
             self.finish_gather(works)
 
     def zeros(self, rows: int, columns: int) -> list[torch.Tensor]:
-        return [torch.zeros(rows, columns, device=device) for device in self.devices]
+        dtype = torch.float32
+        return [torch.zeros(rows, columns, dtype=dtype, device=d) for d in self.devices]
 
     @profiled("sum inside the node")
     def reduce_scatter_mean(self, full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -408,7 +409,8 @@ class TorchGroup:
         buckets = rows * -(-width // step) if step else 0
         elements = min(2, buckets) * self.slots * step
         if self._order == "slots" and self._scratch[0].numel() < elements:
-            self._scratch = [torch.empty(elements, device=device) for device in self.devices]
+            dtype = torch.float32
+            self._scratch = [torch.empty(elements, dtype=dtype, device=d) for d in self.devices]
 
     def _run_collective(self, call: str, work: Callable[[int], None]) -> None:
         """Call ``work`` in every slot's thread, after all ranks of the node have arrived.

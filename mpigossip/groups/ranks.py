@@ -200,7 +200,8 @@ class RankGroup:
     def _sum(self, terms: Sequence[torch.Tensor], slot: int) -> None:
         """Compute the mean of ``terms`` (rows, p) of all slots and write it over one of them."""
         weights = [1 / self.slots] * self.slots
-        scratch = torch.empty(len(terms[0]), min(SUM_COLUMNS, terms[0].shape[1]))
+        width = min(SUM_COLUMNS, terms[0].shape[1])
+        scratch = torch.empty(len(terms[0]), width, dtype=torch.float32)
         for begin in range(0, terms[0].shape[1], SUM_COLUMNS):
             pieces = [term[:, begin : begin + SUM_COLUMNS] for term in terms]
             # weighted_sum may only write over one of its first two terms

@@ -333,6 +333,7 @@ def decode(layout, encoded: torch.Tensor, field: int, columns: slice) -> torch.T
         return encoded[offset + 2 * columns.start : offset + 2 * columns.stop].view(torch.bfloat16)[
             None
         ]
-    out = torch.empty(1, columns.stop - columns.start, device=encoded.device)
+    count = columns.stop - columns.start
+    out = torch.empty(1, count, dtype=torch.float32, device=encoded.device)
     layout.wire.unpack(encoded[offset:], layout.widths[0], columns, out)
     return out

@@ -126,7 +126,7 @@ def load_packed(model: nn.Module, flat: ParameterLayout, packed: torch.Tensor) -
     :param flat: layout of the parameters, or of the shards, in this process
     :param packed: the packed values, (count,)
     """
-    row = torch.zeros(flat.size)
+    row = torch.zeros(flat.size, dtype=torch.float32)
     flat.unpack(packed, row)
     parameters = dict(model.named_parameters())
     with torch.no_grad():

@@ -30,6 +30,9 @@ NO_SETTINGS = {
 }
 """Keys of a parameter group that are not settings of its optimizer; torch's schedulers add some."""
 
+MAX_READ = 1 << 16
+"""Largest number of elements of a gradient whose values :class:`StaleGradients` reads."""
+
 
 def local_step_from_optimizers(
     vector: ModuleParameters,
@@ -501,15 +504,19 @@ class StepGuard:
 class StaleGradients:
     """Detector of steps without gradients, or with gradients that `zero_grad` did not clear.
 
-    It watches the gradient of one parameter by torch's version counter of in-place changes.
+    It watches the gradient of one parameter by torch's version counter of in-place changes, which
+    does not count changes through `.data`. If nothing else has cleared the gradient before a
+    backward pass, its values are compared with zero, unless there are more than `MAX_READ`.
     """
 
     def __init__(self) -> None:
         self._parameter: torch.Tensor | None = None
         self._spent: tuple[torch.Tensor, int, int] | None = None
         self._added = False
+        self._zeroed = False
+        self._was_nonzero: torch.Tensor | None = None
         self._passes = 0
-        self._hook: Any = None
+        self._hooks: list[Any] = []
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Choose the smallest of the parameters that have a gradient, if there is one."""
@@ -517,13 +524,17 @@ class StaleGradients:
         having = [p for p in parameters if p.grad is not None and p.requires_grad]
         self._parameter = min(having, key=torch.Tensor.numel, default=None)
         if self._parameter is not None:
-            self._hook = self._parameter.register_post_accumulate_grad_hook(self._accumulated)
+            self._hooks = [
+                self._parameter.register_hook(self._accumulating),
+                self._parameter.register_post_accumulate_grad_hook(self._accumulated),
+            ]
 
     def release(self) -> None:
-        """Remove the hook from the watched parameter, if there is one, and stop watching it."""
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = self._parameter = self._spent = None
+        """Remove the hooks from the watched parameter, if there is one, and stop watching it."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._parameter = self._spent = None
 
     def mark_used(self) -> None:
         """Note that a step has used the gradients."""
@@ -531,6 +542,24 @@ class StaleGradients:
         self._spent = None if grad is None else (grad, grad._version, local_shard(grad)._version)
         self._passes = 0
         self._added = False
+        self._zeroed = False
+        self._was_nonzero = None
+        # This reads the gradient, but the host of a GPU does not wait for the result.
+        if grad is not None and grad.layout == torch.strided and not is_sharded(grad):
+            self._was_nonzero = grad.any() if grad.numel() <= MAX_READ else None
+
+    def _accumulating(self, _: torch.Tensor) -> None:
+        """Record, before a backward pass adds to used gradients, whether they have become zero.
+
+        ``p.grad.data.zero_()`` clears gradients, too, but torch does not count this change. The
+        values are read only if nothing else has cleared the gradients.
+        """
+        if self._spent is None or self._was_nonzero is None:
+            return
+        grad, version, _of_local = self._spent
+        is_uncounted = grad._version == version + self._passes
+        if self._parameter.grad is grad and is_uncounted and bool(self._was_nonzero):
+            self._zeroed |= not bool(grad.any())
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """Record, after a backward pass, whether it has added to gradients that a step has used.
@@ -541,7 +570,8 @@ class StaleGradients:
             grad, version, of_local = self._spent
             # Several passes may belong to different losses, as in a GAN: the last one decides.
             self._passes += 1
-            self._added = parameter.grad is grad and grad._version == version + self._passes
+            is_uncounted = grad._version == version + self._passes
+            self._added = parameter.grad is grad and is_uncounted and not self._zeroed
             if is_sharded(grad):  # torch adds to its local shard, and counts zeroing separately
                 same = parameter.grad is grad and grad._version == version
                 self._added = same and local_shard(grad)._version > of_local

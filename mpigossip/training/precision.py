@@ -77,7 +77,10 @@ class Precision:
         self._kind = "cuda" if devices[0].startswith("cuda") else "cpu"
         if self._kind == "cuda" and name == "fp32":
             without_tf32()
-        self.scales = [torch.full((rows, 1), FIRST_SCALE, device=device) for device in devices]
+        self.scales = [
+            torch.full((rows, 1), FIRST_SCALE, dtype=torch.float32, device=device)
+            for device in devices
+        ]
         """Loss scale of each node, as one tensor (rows, 1) per slot. The tensors keep their
         addresses, so that captured CUDA graphs can use them.
         """

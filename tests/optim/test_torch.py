@@ -287,6 +287,31 @@ def test_gradients_that_were_never_zeroed_are_reported():
         gossip.step()
 
 
+def clear_without_counting(model):
+    """Set all gradients to zero in a way that torch's version counters do not count."""
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.data.zero_()
+
+
+def test_gradients_may_be_cleared_through_data():
+    model, gossip = ready()
+    clear_without_counting(model)
+    backward(model, 0, 1)
+    expected = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    gossip.step()
+    clear_without_counting(model)
+    backward(model, 0, 2)
+    backward(model, 0, 3)
+    clear_without_counting(model)
+    backward(model, 0, 4)
+    gossip.step()
+    assert any(grad is not None for grad in expected)
+    backward(model, 0, 5)
+    with pytest.raises(JobError, match=naming("optimizer.zero_grad()")):
+        gossip.step()
+
+
 def test_an_edit_during_an_exchange_is_rejected():
     model, gossip = ready(style="awc")
     with torch.no_grad():

@@ -198,11 +198,14 @@ def computes_bits_of_cpu(device: torch.device) -> bool:
     for weights in TRIAL_WEIGHTS:
         arrays = []
         for _ in weights:
-            exponents = torch.randint(-44, 30, (1, TRIAL_LENGTH), generator=draw)
-            arrays.append(torch.randn(1, TRIAL_LENGTH, generator=draw) * 10.0**exponents)
-            arrays[-1][0, ::2] = torch.randn(arrays[-1][0, ::2].shape, generator=draw)
+            # The program may have set another default type of torch.
+            exponents = torch.randint(-44, 30, (1, TRIAL_LENGTH), generator=draw).float()
+            values = torch.randn(1, TRIAL_LENGTH, generator=draw, dtype=torch.float32)
+            arrays.append(values * 10.0**exponents)
+            half = arrays[-1][0, ::2]
+            half.copy_(torch.randn(half.shape, generator=draw, dtype=torch.float32))
         expected = _sum_on_cpu(weights, arrays)
-        result = torch.empty(1, TRIAL_LENGTH, device=device)
+        result = torch.empty(1, TRIAL_LENGTH, dtype=torch.float32, device=device)
         _launch(weights, [array.to(device) for array in arrays], result)
         if not torch.equal(result.cpu(), expected):
             return False

@@ -330,14 +330,14 @@ def _computes_torch_bits(kernel: Any) -> bool:
     """
     draw = torch.Generator().manual_seed(0)
     # A program may have made another device than the CPU torch's default device.
-    arrays = [torch.randn(67, generator=draw, device="cpu") for _ in range(3)]
+    arrays = [torch.randn(67, generator=draw, device="cpu", dtype=torch.float32) for _ in range(3)]
     a, b, c = arrays
     expected = {
         (0.5, 0.5): (a + b) * 0.5,
         (1 / 3,) * 3: (a + b + c) * (1 / 3),
         (0.2, 0.5, 0.3): a * 0.2 + b * 0.5 + c * 0.3,
     }
-    out = torch.empty(67, device="cpu")
+    out = torch.empty(67, device="cpu", dtype=torch.float32)
     for weights, expected_sum in expected.items():
         sources = [array.data_ptr() for array in arrays[: len(weights)]]
         _call(kernel, weights, sources, [out.data_ptr()], 67)
