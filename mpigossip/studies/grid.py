@@ -184,31 +184,28 @@ def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str
         raise JobError(
             f"{path}: grid = {grid!r}: must be a table, [grid], with one line for each axis"
         )
-    values |= _checked(path, values)
+    _check_types(path, values)
     # A folder may have the name of an example.
     relative = path.parent / values["job"]
     job = relative if relative.is_file() else Path(values["job"])
     return values | {"job": job, "grid": _axes(grid)}
 
 
-def _checked(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+def _check_types(path: Path, values: Mapping[str, Any]) -> None:
     """Check the types of those values of a study file that :func:`study` does not check itself.
 
     :param path: the study file, for messages
     :param values: values by key
-    :return: the checked values by key, with lists converted to tuples
     :raises JobError: if a value has another type; the message lists all problems
     """
-    checked = {}
     problems: list[str] = []
     for key in TYPES.keys() & values.keys():
         try:
-            checked[key] = structure(values[key], TYPES[key], key)
+            structure(values[key], TYPES[key], key)
         except JobError as error:
             problems += [f"{path}: {message}" for message in error.messages]
     if problems:
         raise JobError(sorted(problems))
-    return checked
 
 
 def _axes(grid: Mapping[str, Any]) -> dict[str, Any]:

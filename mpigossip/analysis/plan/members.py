@@ -155,8 +155,8 @@ def text(what: Subject, every: Sequence[Advice]) -> str:
     ]
     return "\n".join(
         [
-            f"{format_bytes(model)} of model and state, {three_digits(first.step_s)} s per step, H = "
-            f"{first.period:,} (cadence.period),",
+            f"{format_bytes(model)} of model and state, {three_digits(first.step_s)} s per step, "
+            f"H = {first.period:,} (cadence.period),",
             f"{format_bytes(first.rate)}/s of the folder for all members",
             "",
             aligned([head, *rows]),

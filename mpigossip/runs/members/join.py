@@ -730,8 +730,8 @@ def check_lease(lease_s: float, round_s: float) -> None:
     if lease_s < ROUNDS_PER_LEASE * round_s:
         raise JobError(
             f"members.lease_s = {lease_s:g}: must be at least five times the duration of a round, "
-            f"which is {three_digits(round_s)} s here, because other members close the place of a member "
-            "that is silent for longer than its lease: begin in another folder with "
+            f"which is {three_digits(round_s)} s here, because other members close the place of a "
+            "member that is silent for longer than its lease: begin in another folder with "
             f"members.lease_s = {ROUNDS_PER_LEASE * round_s:.0f} (in a program, "
             f"lease_s={ROUNDS_PER_LEASE * round_s:.0f}), or with fewer steps per round"
         )
