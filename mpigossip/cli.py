@@ -16,7 +16,7 @@ from typing import NoReturn
 import mpigossip
 from mpigossip.cluster.deadline import prctl
 from mpigossip.cluster.launcher import launcher_ranks
-from mpigossip.commands.arguments import every, help_text
+from mpigossip.commands.arguments import every, help_text, is_setting
 from mpigossip.config.errors import FAILED, OK, WRONG, Failure, UserError, output_error
 from mpigossip.config.readable import OF_STDOUT, print_note, printable
 
@@ -218,7 +218,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _check_command(top, words)
     options, remaining = top.parse_known_args(words)
     settings = getattr(options, "settings", None)
-    may_be_job = bool(remaining) and "=" not in remaining[0] and not remaining[0].startswith("-")
+    word = remaining[0] if remaining else "-"
+    may_be_job = not word.startswith("-") and not is_setting(word)
     if may_be_job and getattr(options, "job", "") is None:
         options.job = Path(remaining.pop(0))
     if remaining and (

@@ -17,6 +17,7 @@ from mpigossip.analysis.logged_runs import (
     shares,
     smooth,
 )
+from mpigossip.config.readable import three_digits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -412,7 +413,7 @@ def times(axes: Axes, runs: Sequence[LoggedRun]) -> None:
         )
         start += length
     for position, total in enumerate(start):
-        axes.text(total, position, f" {total:.3g} ms", va="center", fontsize=9)
+        axes.text(total, position, f" {three_digits(total)} ms", va="center", fontsize=9)
     axes.set_yticks(positions, [run.name for run in runs])
     for label, run in zip(axes.get_yticklabels(), runs, strict=True):
         label.set(color=run.style["color"], fontweight="bold")

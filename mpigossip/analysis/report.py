@@ -26,7 +26,7 @@ from mpigossip.analysis.logged_runs import (
     who,
 )
 from mpigossip.analysis.plot import figure
-from mpigossip.config.readable import aligned, pluralize
+from mpigossip.config.readable import aligned, pluralize, three_digits
 from mpigossip.config.toml import show
 from mpigossip.members.place import Place, TrainingPlan
 from mpigossip.members.records import RecordStore, Start
@@ -93,7 +93,7 @@ def table(log: Log) -> str:
     means = {part: mean_ms(log, part) for part in PARTS}
     total = sum(means.values())
     begin = "the simulation of a step takes" if is_simulated(log) else "a step takes"
-    spent = f"{begin} {total:.3g} ms: {', '.join(shares(means))}"
+    spent = f"{begin} {three_digits(total)} ms: {', '.join(shares(means))}"
     lines += ["", spent if total else "no steps yet"]
     if "finished" in log.summary:
         lines += ["", describe(log.summary, who(log))]

@@ -117,6 +117,14 @@ def run_named(path: Path) -> Path:
     raise StoreError(f'there is no run "{path}"; {hint}')
 
 
+def is_setting(word: str) -> bool:
+    """Return whether a word of the command line is a setting "section.key=value", and not a file.
+
+    The path of a file may contain "=", too, such as lr=0.1.toml or runs/lr=0.1/job.toml.
+    """
+    return "=" in word.partition("/")[0] and not Path(word).is_file()
+
+
 # -- kinds of arguments -----------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from mpigossip.commands.arguments import (
     amount,
     command,
     count_of_parameters,
+    is_setting,
     many,
     number,
     numbers_of_nodes,
@@ -397,7 +398,7 @@ def _check_plan(options) -> None:
     """
     from mpigossip.config import JobError
 
-    if options.job is not None and "=" in options.job.name:  # a setting, without a job before it
+    if options.job is not None and is_setting(str(options.job)):
         options.settings.insert(0, str(options.job))
         options.job = None
     if options.job is None and options.parameters is None:

@@ -27,6 +27,13 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
+def three_digits(value: float) -> str:
+    """Format a number with three significant digits or, from 1,000 on, as a whole number: 1,234."""
+    # Compare the rounded number: 999.6 is rounded to 1,000.
+    text = f"{value:.3g}"
+    return text if float(text) < 1000 else f"{value:,.0f}"
+
+
 def pluralize(count: int, word: str) -> str:
     """Return a number with a noun in singular or plural: `1 rank`, `2 ranks`."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"

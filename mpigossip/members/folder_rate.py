@@ -45,6 +45,11 @@ def _round(disk: RecordStore) -> float:
     return time.perf_counter() - began
 
 
+def _seconds(value: float) -> str:
+    """Format a number of seconds with two significant digits or, from 100 on, as a whole number."""
+    return f"{value:.2g}" if value < 99.5 else f"{value:,.0f}"
+
+
 def describe_slow_folder(folder_s: float, round_s: float, steps: int) -> str:
     """Return a hint if a round spends more than a tenth of its time on the folder; otherwise "".
 
@@ -60,7 +65,7 @@ def describe_slow_folder(folder_s: float, round_s: float, steps: int) -> str:
     step_s = max(round_s - folder_s, 0.01 * round_s) / steps
     sensible = math.ceil((1 - SHARE) / SHARE * folder_s / step_s)
     return (
-        f"hint (training continues): a round takes {round_s:.2g} s, of which {folder_s:.2g} s are "
-        f"operations of the folder, more than a tenth; with cadence.period = {sensible} or more "
-        f"instead of {steps}, a training in another folder would spend less time on them"
+        f"hint (training continues): a round takes {_seconds(round_s)} s, of which "
+        f"{_seconds(folder_s)} s are operations of the folder, more than a tenth; with "
+        f"cadence.period = {sensible} or more instead of {steps}, a training in another folder would spend less time on them"
     )

@@ -8,6 +8,7 @@ in the same way, so the exported parameters are bitwise identical to the paramet
 evaluated at the same step.
 """
 
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -355,7 +356,8 @@ def _three_lines(files: Sequence[Path], strict: bool) -> list[str]:
     more = "" if strict else ", strict=False"
     if len(files) > 1:
         stem = re.sub(rf"-00001-of-\d{{5}}{re.escape(SUFFIX)}$", "", out.name)
-        paths = f'glob("{escape(str(out.parent / stem))}-*-of-*{SUFFIX}")'
+        pattern = f"{escape(str(out.parent / stem))}-*-of-*{SUFFIX}"
+        paths = f"glob({_python_text(pattern)})"
         return [
             "from glob import glob; from safetensors.torch import load_file",
             build,
@@ -364,8 +366,13 @@ def _three_lines(files: Sequence[Path], strict: bool) -> list[str]:
         ]
     if out.suffix == SUFFIX:
         first = "from safetensors.torch import load_file"
-        call = f'load_file("{out}")'
+        call = f"load_file({_python_text(out)})"
     else:
         first = "import torch"
-        call = f'torch.load("{out}", weights_only=True)'
+        call = f"torch.load({_python_text(out)}, weights_only=True)"
     return [first, build, f"model.load_state_dict({call}{more})"]
+
+
+def _python_text(value: Path | str) -> str:
+    """Return a path or pattern as a text of Python in double quotes."""
+    return json.dumps(str(value), ensure_ascii=False)

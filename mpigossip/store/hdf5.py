@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,6 +33,9 @@ CONTENT_ERRORS = (
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 """Error numbers of the operating system if the user may not write a file."""
 
+STREAMS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
+"""Folders with symbolic links to open files, such as /dev/stdout."""
+
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
@@ -50,6 +54,28 @@ def writing(path: Path) -> Iterator[None]:
         raise StoreError(f"{path} can't be written: {_reason(error)}; {remedy}") from error
 
 
+def check_replaceable(path: Path) -> None:
+    """Check that :func:`replacing` would replace a regular file, or create one.
+
+    A folder can't be replaced. A pipe or a device, such as /dev/stdout, would be replaced by a
+    regular file, which never reaches its reader.
+
+    :raises StoreError: if ``path`` is a folder, a pipe or a device, or can't be accessed
+    """
+    with writing(path):
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            return
+    if stat.S_ISDIR(mode):
+        raise StoreError(f"{path} can't be written: it is a folder; name a file in it")
+    if not stat.S_ISREG(mode) or (path.is_symlink() and path.parent in STREAMS):
+        raise StoreError(
+            f"{path} can't be written: it is a pipe or a device, which a file would replace; name "
+            "a regular file"
+        )
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Return a context manager for a temporary path, whose file replaces ``path`` at the end.
@@ -58,9 +84,10 @@ def replacing(path: Path) -> Iterator[Path]:
     If the block raises an error, the temporary file is removed.
 
     :param path: file to replace; the temporary path has the same folder and suffix
-    :raises StoreError: if writing fails
+    :raises StoreError: if writing fails, or if ``path`` is a folder, a pipe or a device
     """
     path = Path(path)
+    check_replaceable(path)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         with writing(path):

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpigossip.config.readable import cells as safe
 from mpigossip.store import StoreError
-from mpigossip.store.hdf5 import replacing, writing
+from mpigossip.store.hdf5 import check_replaceable, replacing, writing
 from mpigossip.store.log_reading import Log, metrics_in, with_nan
 
 TENSORBOARD = {
@@ -53,6 +53,7 @@ def to_csv(log: Log, out: Path) -> tuple[Path, Path]:
     :raises StoreError: if a file cannot be written
     """
     out = Path(out)
+    check_replaceable(out)
     evaluations_path = out.with_name(f"{out.stem}-evaluations{out.suffix}")
     for path, table in ((out, log.steps), (evaluations_path, log.evaluations)):
         with replacing(path) as new, new.open("w", newline="") as file:

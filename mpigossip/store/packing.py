@@ -15,8 +15,8 @@ import h5py
 import numpy as np
 from PIL import Image
 
-from mpigossip.store import StoreError, texts
-from mpigossip.store.hdf5 import fixed, reading, replacing
+from mpigossip.store import StoreError, guard, texts
+from mpigossip.store.hdf5 import CONTENT_ERRORS, fixed, reading, replacing
 
 FORMAT = "mpigossip-dataset"
 VERSION = 3
@@ -137,7 +137,7 @@ def pack(
         raise StoreError(
             f"--vocabulary {vocabulary} is for byte-pair encoding only; add --tokenizer bpe"
         )
-    if out.is_file() and not h5py.is_hdf5(out):
+    if out.is_file() and _is_other_file(out):
         raise StoreError(
             f"{out} exists and is not a data set; choose another name, or remove this file"
         )
@@ -156,6 +156,29 @@ def pack(
             else:
                 _pack_images(folder, file, image_size, decoded)
     return out
+
+
+def _is_other_file(path: Path) -> bool:
+    """Return whether a file is not a data set, so that it must not be overwritten.
+
+    The result is false for an HDF5 file that can't be opened, because a damaged data set may be
+    packed again.
+    """
+    if not h5py.is_hdf5(path):
+        return True
+    try:
+        with guard.regular(path) as raw, guard.hdf5(raw) as file:
+            return not _has_format(file)
+    except (*CONTENT_ERRORS, OSError):
+        return False
+
+
+def _has_format(file: h5py.File) -> bool:
+    """Return whether the attribute `format` of a file is the format of data sets."""
+    try:
+        return "format" in file.attrs and guard.attribute(file, "format") == FORMAT
+    except CONTENT_ERRORS:
+        return False
 
 
 def _pack_images(folder: Path, file: h5py.File, image_size: int | None, decoded: bool) -> None:
@@ -421,6 +444,11 @@ def _pack_text(where: Path, file: h5py.File, coder: texts.Coder, out: Path) -> N
             for split, part in zip(splits.values(), coder.encode_splits(path), strict=True):
                 split.add(part)
         for name, split in splits.items():
+            if not any(split.lengths):
+                raise StoreError(
+                    f"{where} contains too little text: the first 90 % of each file, rounded down, "
+                    f"are for training, and {name} would be empty; pack a longer text"
+                )
             _write_split(file.create_group(name), range(len(files)), split)
     _write_facts(file, "text", names, np.array([[1.0, 0.0, 1.0]]))
     if coder.tokenizer.text:

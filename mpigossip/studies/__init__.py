@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from operator import index
@@ -180,9 +181,14 @@ def study(
     :raises Failure: if a run ends with an error; if a run is missing and ``processes`` is 0; or if,
         with ``partial``, no run or not every run of a search of rates is complete
     """
+    if isinstance(settings, str):
+        raise JobError(f"settings = {settings!r}: must be a list, such as [{settings!r}]")
     path = Path(job)
     cells, left_out = cells_of(path, grid or {}, _listed("nodes", nodes), settings, skip)
-    folder = Path(output) if output is not None else Path("runs") / f"study-{path.stem}"
+    folder = Path("runs") / f"study-{path.stem}"
+    if output is not None:
+        # The runs expand ~ in run.output in the same way.
+        folder = Path(os.path.expanduser(output))  # noqa: PTH111
     runner = Runner(path, folder, 0 if partial else processes)
     numbers = _listed("seeds", range(seeds) if isinstance(seeds, Integral) else seeds)
     rate_of, tried = chosen(cells, rates, judge, runner, larger, len(numbers))

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from mpigossip.config import Job, JobError, packaged
-from mpigossip.config.toml import near, show
+from mpigossip.config.structure import structure
+from mpigossip.config.toml import BadValue, near, show, write
 from mpigossip.training import assemble
 
 Axis = Sequence[Any] | Mapping[str, str]
@@ -23,6 +24,17 @@ separated by spaces.
 
 RESERVED = {"nodes", "lr", "seeds", "diverged", "late", "loss", "accuracy", "MB", "train_loss"}
 """Names that an axis must not have, because columns of the table have them."""
+TYPES: Mapping[str, Any] = {
+    "job": str,
+    "settings": tuple[str, ...],
+    "judge": str,
+    "larger": bool,
+    "output": str,
+    "processes": int,
+    "skip": bool,
+    "partial": bool,
+}
+"""Types of the values in a study file, by key, except for grid, nodes, seeds and rates."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +142,12 @@ def _points(axis: str, values: Axis) -> list[tuple[tuple[str, str], list[str]]]:
 def _plain(value: Any) -> str:
     """Return a value, which may be a NumPy scalar, as in "section.key=value"; a string as it is."""
     value = value.item() if isinstance(value, np.generic) else value
-    return value if isinstance(value, str) else show(value)
+    if isinstance(value, str):
+        return value
+    try:
+        return write(value)
+    except BadValue:
+        return show(value)  # The check of the job then rejects the setting.
 
 
 def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str, Any]:
@@ -167,9 +184,28 @@ def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str
         raise JobError(
             f"{path}: grid = {grid!r}: must be a table, [grid], with one line for each axis"
         )
-    relative = path.parent / str(values["job"])
-    job = relative if relative.exists() else Path(values["job"])
+    _check_types(path, values)
+    # A folder may have the name of an example.
+    relative = path.parent / values["job"]
+    job = relative if relative.is_file() else Path(values["job"])
     return values | {"job": job, "grid": _axes(grid)}
+
+
+def _check_types(path: Path, values: Mapping[str, Any]) -> None:
+    """Check the types of those values of a study file that :func:`study` does not check itself.
+
+    :param path: the study file, for messages
+    :param values: values by key
+    :raises JobError: if a value has another type; the message lists all problems
+    """
+    problems: list[str] = []
+    for key in TYPES.keys() & values.keys():
+        try:
+            structure(values[key], TYPES[key], key)
+        except JobError as error:
+            problems += [f"{path}: {message}" for message in error.messages]
+    if problems:
+        raise JobError(sorted(problems))
 
 
 def _axes(grid: Mapping[str, Any]) -> dict[str, Any]:

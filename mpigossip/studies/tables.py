@@ -25,6 +25,9 @@ SPECIAL = {"\\": "textbackslash{}", "~": "textasciitilde{}", "^": "textasciicirc
 }
 """LaTeX commands, without their backslash, for characters that LaTeX interprets."""
 
+MOST_DECIMALS = 12
+"""Largest number of decimals in a column."""
+
 
 class Row(NamedTuple):
     """Row of a table."""
@@ -48,24 +51,29 @@ def column(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     """Return the cells of a metric, with its means ± half the width of their intervals.
 
     All means have the same number of decimals. It is chosen so that the median half width has two
-    significant digits or, if there are no intervals, so that the smallest mean has four. If that
-    mean is below 0.01, the cells are formatted one by one. A mean that is not known becomes "--".
+    significant digits or, if there are no intervals, so that the smallest mean has four. If this
+    takes more than `MOST_DECIMALS` decimals, or if there are no intervals and the smallest mean is
+    below 0.01, the cells are formatted one by one. A mean that is not known becomes "--".
     If no mean of "MB" is below 1, it has two decimals at most.
     """
     halves = [row[f"{name}_high"] - row[name] for row in rows]
     # If the values of all seeds are equal, rounding can still give an interval.
     tiny = [1e-9 * abs(row[name]) for row in rows]
     halves = [half if half > smallest else 0.0 for half, smallest in zip(halves, tiny, strict=True)]
-    positive = [half for half in halves if half > 0]
-    smallest = min((abs(row[name]) for row in rows if abs(row[name]) > 0), default=1.0)
+    positive = [half for half in halves if 0 < half < math.inf]
+    smallest = min((abs(row[name]) for row in rows if 0 < abs(row[name]) < math.inf), default=1.0)
     size, shown = (median(positive), 2) if positive else (smallest, 4)
-    most = 2 if name == "MB" and smallest >= 1 else 12
-    digits = min(max(shown - 1 - math.floor(math.log10(size)), 0), most)
+    most = 2 if name == "MB" and smallest >= 1 else MOST_DECIMALS
+    needed = max(shown - 1 - math.floor(math.log10(size)), 0)
+    digits = min(needed, most)
+    one_by_one = needed > MOST_DECIMALS or (not positive and smallest < 0.01)
 
     def format_cell(mean: float, half: float) -> str:
         if math.isnan(mean):
             return "--"
-        value = f"{mean:.{digits}f}" if positive or smallest >= 0.01 else number(mean)
+        if one_by_one:
+            return f"{number(mean)} ± {number(half)}" if half > 0 else number(mean)
+        value = f"{mean:.{digits}f}"
         return f"{value} ± {half:.{digits}f}" if half > 0 else value
 
     return [format_cell(row[name], half) for row, half in zip(rows, halves, strict=True)]

@@ -147,6 +147,45 @@ def test_the_command_plans_in_one_process(alone, tmp_path):
     assert rates["encode_rate"] > 0 and rates["decode_rate"] > 0
 
 
+@pytest.mark.parametrize("sized", [True, False])
+def test_a_plot_without_a_known_training_time_shows_the_step(tmp_path, capsys, sized):
+    """If only the size of a model is known, or with 0 epochs, there is no time of a training."""
+    subject = ["--parameters", "1M"] if sized else [JOB, "--epochs", "0"]
+    out = tmp_path / "p.png"
+    words = [*subject, "--nodes", "2,4", "--compute", "80ms", "--out", out]
+    assert main(["plan", *map(str, words)]) == 0
+    assert out.stat().st_size > 20_000 and str(out) in capsys.readouterr().out
+
+
+def test_a_rounded_number_of_a_thousand_is_a_whole_number(capsys):
+    """The format .3g would write 1e+03."""
+    words = (
+        "plan --parameters 1M --nodes 2 --compute 999.7ms --update 999.8us --bandwidth 999.7MB/s"
+    )
+    assert main(words.split()) == 0
+    printed = capsys.readouterr().out
+    assert "e+0" not in printed
+    assert "1,000 ms" in printed and "1,000 µs" in printed and "1,000 MB/s" in printed
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("path", ["lr=0.1.toml", "sweep/lr=0.1/job.toml"])
+def test_the_path_of_a_job_may_contain_an_equals_sign(tmp_path, monkeypatch, capsys, path, before):
+    monkeypatch.chdir(tmp_path)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text('[run]\nname = "named"\n')
+    options = ["--nodes", "2", "--compute", "80ms"]
+    words = [path, *options] if before else [*options, path]
+    assert main(["plan", *words]) == 0
+    assert capsys.readouterr().out.startswith("named: ")
+
+
+def test_a_setting_in_place_of_the_job_may_contain_a_slash(capsys):
+    words = "plan run.output=a/b run.name=named --parameters 1M --nodes 2 --compute 80ms"
+    assert main(words.split()) == 0
+    assert capsys.readouterr().out.startswith("named: ")
+
+
 @on_each(
     ("words", "says"),
     [

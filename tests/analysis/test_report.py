@@ -206,6 +206,12 @@ def test_table(tmp_path):
     assert lines[-1] == "digest    " + "ab" * 32
 
 
+def test_a_step_of_seconds_has_a_number_without_an_exponent(tmp_path):
+    log = read(run(tmp_path / "a") / "log.h5")
+    long_steps = log.steps | {"compute_s": np.full_like(log.steps["loss"], 4.0)}
+    assert "a step takes 4," in table(replace(log, steps=long_steps))
+
+
 @pytest.mark.parametrize("difference, shown", [(0.0, "+0.0 to +0.0 %"), (0.05, "-5.0 to +0.0 %")])
 def test_nodes_are_compared_with_the_average_on_their_own_part(tmp_path, difference, shown):
     """On three parts of the test set, the averaged model has accuracies of 0.90, 0.95 and 1.0."""

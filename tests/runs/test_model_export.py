@@ -1,5 +1,6 @@
 """Exports of a run: the model for torch, TensorBoard, a page in HTML."""
 
+import ast
 import json
 import os
 import re
@@ -340,3 +341,21 @@ def test_one_page_has_everything_and_loads_nothing(trained):
     (folder / "run" / "doctor.json").write_text("{")
     with pytest.raises(StoreError, match=naming("doctor.json")):
         write([folder / "run"], folder / "no.html")
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\n", "it's é", "a b"])
+def test_the_lines_that_load_a_model_quote_its_path(name):
+    def texts(line: str) -> list[str]:
+        """Return the constants in a line of Python that are texts."""
+        return [
+            node.value
+            for node in ast.walk(ast.parse(line))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+
+    for suffix in (".safetensors", ".pt"):
+        path = Path(f"{name}{suffix}")
+        assert texts(model_export._three_lines([path], True)[-1]) == [str(path)]
+    shards = [Path(f"{name}-{part:05d}-of-00002.safetensors") for part in (1, 2)]
+    *_, state, _ = model_export._three_lines([*shards, Path("index.json")], True)
+    assert texts(state) == [f"{name}-*-of-*.safetensors"]

@@ -112,6 +112,16 @@ def add_a_text(images):
     (images / "b.md").write_text("a text")
 
 
+def add_an_hdf5_file(images):
+    with h5py.File(images / "mine.h5", "w") as file:
+        file["measured"] = [1, 2, 3]
+
+
+def add_an_hdf5_file_with_a_format(images):
+    with h5py.File(images / "mine.h5", "w") as file:
+        file.attrs["format"] = ["mine", "1.0"]
+
+
 REJECTED_BY_PACK = {
     "images of several sizes": (None, "", "", {"decoded": True}, ("--decoded", "sizes")),
     "decoded text": (
@@ -135,6 +145,14 @@ REJECTED_BY_PACK = {
     "a text in place of the data set": (
         *(add_a_text, "", "images/b.md", {"text": True}),
         ("b.md", "not a data set"),
+    ),
+    "another HDF5 file in place of the data set": (
+        *(add_an_hdf5_file, "", "images/mine.h5", {}),
+        ("mine.h5", "not a data set"),
+    ),
+    "a file of another format in place of the data set": (
+        *(add_an_hdf5_file_with_a_format, "", "images/mine.h5", {}),
+        ("mine.h5", "not a data set"),
     ),
     "no folder train": (moved("train"), "", "", {}, "no folder train/"),
     "no folder test": (moved("test"), "", "", {}, "no folder val/"),
@@ -166,6 +184,18 @@ def test_what_pack_rejects(tmp_path, name):
         pack(images / source, tmp_path / (out or "out.h5"), **options)
     after = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     assert after == before
+
+
+def test_a_data_set_is_packed_again_even_if_it_is_damaged(tmp_path):
+    images = folder_of_images(tmp_path / "images")
+    out = pack(images, tmp_path / "out.h5")
+    complete = out.read_bytes()
+    pack(images, out)
+    out.write_bytes(out.read_bytes()[:1000])
+    pack(images, out)
+    assert len(out.read_bytes()) == len(complete)
+    with open_dataset(out) as data:
+        assert len(data.train) > 0
 
 
 def test_show(packed):

@@ -155,6 +155,7 @@ def test_losses_are_logged_per_byte(bpe, plain, tmp_path):
     ("text", "more", "message"),
     [
         (b"", {}, "empty"),
+        (b"a", {}, ("x.txt", "too little text")),
         (
             b"ab\xffcd" * 40,
             {"tokenizer": "bpe"},

@@ -1,12 +1,21 @@
 """Output files of commands: on a full disk, no incomplete file gets its final name."""
 
 import json
+import os
+import re
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from mpigossip.cluster.world import SingleProcess
 from mpigossip.runs import start_and_resume
+from mpigossip.store import StoreError
+from mpigossip.store.hdf5 import replacing
+from mpigossip.store.log import Log
+from mpigossip.store.log_export import to_csv
 from mpigossip.training import assemble
 from tests.launch import environment, warmed
 
@@ -63,3 +72,45 @@ def test_a_full_disk_leaves_existing_files_unchanged(tmp_path):
         assert code not in ("0", "None"), words
     assert "Traceback" not in done.stderr and done.stderr.count("File too large") >= 5
     assert set(tmp_path.iterdir()) == before
+
+
+def write(path: Path) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text("content")
+
+
+def export(path: Path) -> None:
+    to_csv(Log("", 1, {"step": []}, {"step": []}, {}, {}, {}), path)
+
+
+@pytest.mark.parametrize("call", [write, export])
+@pytest.mark.parametrize("name", ["", ".", "..", "/", "folder"])
+def test_a_folder_is_not_an_output_file(tmp_path, monkeypatch, call, name):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    shown = re.escape(str(Path(name)))
+    with pytest.raises(StoreError, match=f"^{shown} can't be written: it is a folder; name a file"):
+        call(Path(name))
+    assert [*tmp_path.iterdir()] == [tmp_path / "folder"]
+
+
+@pytest.mark.parametrize("call", [write, export])
+def test_pipes_and_devices_are_not_replaced(tmp_path, monkeypatch, call):
+    """A process of root could otherwise replace /dev/stdout or /dev/null by a regular file."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr("mpigossip.store.hdf5.STREAMS", (tmp_path,))
+    (tmp_path / "output").touch()
+    stdout = tmp_path / "stdout"  # like /dev/stdout if it is redirected to a file
+    stdout.symlink_to("output")
+    for path in (pipe, stdout):
+        with pytest.raises(StoreError, match="is a pipe or a device, .* name a regular file"):
+            call(path)
+    assert stat.S_ISFIFO(pipe.stat().st_mode) and stdout.is_symlink()
+
+
+def test_a_link_to_a_file_is_replaced(tmp_path):
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to("target")
+    write(tmp_path / "link")
+    assert [(tmp_path / name).read_text() for name in ("link", "target")] == ["content", "old"]

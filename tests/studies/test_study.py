@@ -266,6 +266,19 @@ def test_rounding_errors_of_equal_values_are_not_an_interval():
     assert tables.column(rows, "MB") == ["227.08 ± 0.92", "99.35"]
 
 
+def test_tiny_and_infinite_values_have_cells_of_their_own():
+    def cells(*values):
+        rows = []
+        for mean, half in values:
+            rows.append({"loss": mean, "loss_high": mean + half})
+        return tables.column(rows, "loss")
+
+    assert cells((2e-16, 1e-16), (6e-17, 3e-17)) == ["2.00e-16 ± 1.00e-16", "6.00e-17 ± 3.00e-17"]
+    assert cells((2e-9, 1e-9)) == ["0.0000000020 ± 0.0000000010"]
+    assert cells((math.inf, math.nan)) == ["inf"]
+    assert cells((math.inf, math.nan), (0.5, math.nan)) == ["inf", "0.5000"]
+
+
 def test_labels_are_escaped_in_latex():
     row = tables.Row(["κ^2~{50 %}_\\", "1"], 1, "", False)
     words = tables.latex(["graph", "loss"], [row], 1)
@@ -713,6 +726,7 @@ def test_a_dry_run_of_a_search_names_the_runs_that_follow(job_folder):
         ({}, {"nodes": "8"}, ("nodes = '8'", "whole number")),
         ({}, {"seeds": 2.5}, ("seeds = 2.5", "whole number")),
         ({}, {"seeds": 0}, "seeds = []"),
+        ({}, {"settings": "run.epochs=5"}, "settings = 'run.epochs=5'"),
         ({"algorithm.name": ["decentlam", "dsgd"]}, {}, ('"decentlam"', "static")),
         ({}, {"nodes": [0]}, ("0", "1")),
         ({}, {"rates": "best"}, '"search"'),
@@ -732,6 +746,46 @@ def test_numbers_of_numpy_are_numbers(job_folder):
     grid = {"schedule.lr": np.geomspace(0.01, 1, 3), "data.batch": np.array([4, 8])}
     points, _ = cells_of(Path("job.toml"), grid, [2], [], False)
     assert points[0].settings == ("schedule.lr=0.01", "data.batch=4") and len(points) == 6
+
+
+def test_a_long_list_as_a_value_is_not_shortened(job_folder):
+    milestones = list(range(1, 40))
+    points, _ = cells_of(Path("job.toml"), {"schedule.milestones": [milestones]}, [2], [], False)
+    assert points[0].settings == (f"schedule.milestones={milestones}",)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("job = 5", ("study.toml", "job = 5")),
+        ("output = 5", ("study.toml", "output = 5")),
+        ('processes = "2"', ("study.toml", 'processes = "2"', "whole number")),
+        ('settings = "run.epochs=5"', ("study.toml", 'settings = "run.epochs=5"')),
+        ("settings = [5]", ("study.toml", "settings = 5")),
+        ('larger = "false"', ("study.toml", 'larger = "false"')),
+        ("judge = 3", ("study.toml", "judge = 3")),
+    ],
+)
+def test_values_of_a_study_file_have_the_types_of_its_keys(job_folder, line, words):
+    job = "" if line.startswith("job") else 'job = "job.toml"'
+    Path("study.toml").write_text(f"{job}\n{line}\n")
+    with pytest.raises(JobError, match=naming(words)):
+        arguments(Path("study.toml"), mpigossip.study)
+
+
+def test_a_folder_with_the_name_of_an_example_is_no_job(job_folder):
+    Path("digits").mkdir()
+    Path("study.toml").write_text('job = "digits"')
+    assert arguments(Path("study.toml"), mpigossip.study)["job"] == Path("digits")
+    assert cli.main(["study", "study.toml", "--dry-run"]) == 0
+
+
+def test_the_output_may_be_in_the_home_of_the_user(job_folder, monkeypatch):
+    """A child process expands ~ in run.output, so that the study has to expect its log there."""
+    monkeypatch.setenv("HOME", str(job_folder / "home"))
+    with pytest.raises(running.Missing) as error:
+        small({}, output="~/out", processes=0, seeds=1)
+    assert f"run.output={job_folder}/home/out/n3/seed-0" in str(error.value)
 
 
 def test_incompatible_points_can_be_left_out(job_folder):

@@ -18,9 +18,8 @@ from mpigossip.analysis.plan import (
 )
 from mpigossip.analysis.plan.gpu_costs import style_of
 from mpigossip.analysis.plan.quality import Accept, Evidence, nearest
-from mpigossip.analysis.plan.report import three_digits
 from mpigossip.config import Job, JobError
-from mpigossip.config.readable import aligned
+from mpigossip.config.readable import aligned, three_digits
 from mpigossip.training import assemble
 from mpigossip.training.costs import Subject
 from mpigossip.training.machines import Machine

@@ -6,7 +6,7 @@ from math import ceil
 
 from mpigossip.algorithms.cadence import period_of
 from mpigossip.config import JobError
-from mpigossip.config.readable import aligned, format_bytes, pluralize
+from mpigossip.config.readable import aligned, format_bytes, pluralize, three_digits
 from mpigossip.members.place import KEEP, LEASES
 from mpigossip.training.costs import Subject, exchanges, memory
 from mpigossip.training.rules import check_member
@@ -138,7 +138,7 @@ def text(what: Subject, every: Sequence[Advice]) -> str:
     rows = [
         [
             f"{advice.members:,}",
-            f"{advice.read_s:.3g} s",
+            f"{three_digits(advice.read_s)} s",
             f"{advice.share:.1%}",
             f"{advice.min_period:,}",
             f"{max(120, ceil(advice.lease_s)):,} s",
@@ -155,8 +155,8 @@ def text(what: Subject, every: Sequence[Advice]) -> str:
     ]
     return "\n".join(
         [
-            f"{format_bytes(model)} of model and state, {first.step_s:.3g} s per step, H = "
-            f"{first.period:,} (cadence.period),",
+            f"{format_bytes(model)} of model and state, {three_digits(first.step_s)} s per step, "
+            f"H = {first.period:,} (cadence.period),",
             f"{format_bytes(first.rate)}/s of the folder for all members",
             "",
             aligned([head, *rows]),

@@ -22,7 +22,7 @@ from mpigossip.analysis.plan import name as named
 from mpigossip.analysis.plan.gpu_costs import style_of
 from mpigossip.config import CadenceSection, Job
 from mpigossip.config.choices import keyword_only, spec_of
-from mpigossip.config.readable import aligned, pluralize
+from mpigossip.config.readable import aligned, pluralize, three_digits
 from mpigossip.training.costs import Subject
 from mpigossip.training.machines import Machine
 
@@ -258,11 +258,6 @@ def _details(row: Prediction) -> list[str]:
     return [three_digits(1e3 * row.step_s), hidden, megabytes, *times]
 
 
-def three_digits(value: float) -> str:
-    """Return a number with three significant digits, or as an integer from 1,000 on."""
-    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
-
-
 def _rate(value: float) -> str:
     """Return a rate in bytes per second, such as "25 GB/s"."""
     if value >= 1e9:
@@ -275,13 +270,16 @@ def _time(value: float) -> str:
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3)):
         if value >= 2 * length or unit == "ms" and value >= 1e-3:
             return f"{three_digits(value / length)} {unit}"
-    return f"{1e6 * value:.3g} µs"
+    return f"{three_digits(1e6 * value)} µs"
 
 
 def picture(
     what: Subject, rows: Sequence[Prediction], nodes: Sequence[int], epochs: float, out: Path
 ) -> None:
     """Plot the time of a step and of the whole training against the number of nodes, as a PNG.
+
+    The training is left out if its time is not known, because only the size of the model is known,
+    or if it has no epoch.
 
     :param what: the job and its sizes
     :param rows: predictions
@@ -296,9 +294,10 @@ def picture(
     from mpigossip.studies.drawing import COLOURS
     from mpigossip.studies.drawing import style as style_of
 
-    figure = Figure(figsize=(12.4, 5.6), dpi=130, layout="constrained")
-    left, right = figure.subplots(1, 2)
     longest = max(row.total_s for row in rows)
+    panels = 2 if longest else 1
+    figure = Figure(figsize=(12.4, 5.6), dpi=130, layout="constrained")
+    left, *others = figure.subplots(1, panels, squeeze=False)[0]
     unit, scale = next((u for u in UNITS if longest >= 2 * u[1]), UNITS[-1])
     for k, choice in enumerate(choices(what.job)):
         own_rows = [row for row in rows if row.choice == choice]
@@ -307,17 +306,17 @@ def picture(
         if own_rows:
             counts = [row.nodes for row in own_rows]
             left.plot(counts, [1e3 * row.step_s for row in own_rows], **style)
-            right.plot(counts, [row.total_s / scale or math.nan for row in own_rows], **style)
-    for axis, label, title in (
-        (left, "milliseconds", "A step"),
-        (right, unit, f"{epochs:g} epochs"),
-    ):
+            for right in others:
+                right.plot(counts, [row.total_s / scale or math.nan for row in own_rows], **style)
+    labels = [("milliseconds", "A step"), (unit, f"{epochs:g} epochs")][:panels]
+    for axis, (label, title) in zip((left, *others), labels, strict=True):
         axis.set(xlabel="nodes", ylabel=label, title=title, xscale="log", xticks=nodes)
         axis.set_xticks(nodes, [f"{n:,}" for n in nodes], minor=False)
         axis.minorticks_off()
         axis.grid(alpha=0.4)
     left.set_ylim(bottom=0)
-    right.set_yscale("log")
+    for right in others:
+        right.set_yscale("log")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.suptitle(f"{what.job.run.name}: predicted")
     with replacing(Path(out)) as temporary:

@@ -19,7 +19,7 @@ from mpigossip.cluster.local_devices import slots_of
 from mpigossip.cluster.world import SingleProcess, World
 from mpigossip.config import Job, JobError
 from mpigossip.config.errors import UserError
-from mpigossip.config.readable import print_note
+from mpigossip.config.readable import print_note, three_digits
 from mpigossip.engine.measurements import StepMetrics
 from mpigossip.members.folder_rate import describe_slow_folder, seconds_per_round
 from mpigossip.members.live import POLL_S, FolderExchange, StopRequested, layout
@@ -730,8 +730,8 @@ def check_lease(lease_s: float, round_s: float) -> None:
     if lease_s < ROUNDS_PER_LEASE * round_s:
         raise JobError(
             f"members.lease_s = {lease_s:g}: must be at least five times the duration of a round, "
-            f"which is {round_s:.3g} s here, because other members close the place of a member "
-            "that is silent for longer than its lease: begin in another folder with "
+            f"which is {three_digits(round_s)} s here, because other members close the place of a "
+            "member that is silent for longer than its lease: begin in another folder with "
             f"members.lease_s = {ROUNDS_PER_LEASE * round_s:.0f} (in a program, "
             f"lease_s={ROUNDS_PER_LEASE * round_s:.0f}), or with fewer steps per round"
         )
