@@ -139,13 +139,13 @@ def _with_options(
     return result, messages
 
 
-def _owners(table: Table) -> dict[str, list[str]]:
+def owners(table: Table) -> dict[str, list[str]]:
     """Return, for each option of any name in a table, the names that have this option."""
-    owners: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for name in table:
         for option in options_of(table, name):
-            owners.setdefault(option, []).append(name)
-    return owners
+            names.setdefault(option, []).append(name)
+    return names
 
 
 def _name_owners(problem: str, name: Any, table: Table) -> str:
@@ -161,7 +161,7 @@ def _name_owners(problem: str, name: Any, table: Table) -> str:
     # The options of all names are not read without need, because this takes long.
     if not separator or "did you mean" in problem:
         return problem
-    having = _owners(table).get(path.rpartition(".")[2], [])
+    having = owners(table).get(path.rpartition(".")[2], [])
     if not having:
         return problem
     listed = ", ".join(having[:4]) + (", …" if len(having) > 4 else "")

@@ -124,10 +124,15 @@ def _dict(value: Any, kinds: tuple[Any, ...], path: str) -> dict:
     if not isinstance(value, Mapping):
         raise BadValue(value, "needs a table of keys and values")
     key_kind, item_kind = kinds
-    return {
-        _convert(key, key_kind, path): _convert(item, item_kind, path)
-        for key, item in value.items()
-    }
+    converted = {}
+    for key, item in value.items():
+        name = _convert(key, key_kind, path)
+        try:
+            converted[name] = _convert(item, item_kind, path)
+        except BadValue as error:
+            inner = f".{error.key}" if error.key else ""
+            raise BadValue(error.value, error.need, f"{name}{inner}") from None
+    return converted
 
 
 def _union(value: Any, kinds: tuple[Any, ...], path: str) -> Any:

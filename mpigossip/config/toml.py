@@ -22,10 +22,18 @@ LARGEST = 2**63 - 1
 class BadValue(ValueError):
     """Error about an invalid value; `at` adds the setting to the message."""
 
-    def __init__(self, value: object, need: str) -> None:
+    def __init__(self, value: object, need: str, key: str = "") -> None:
+        """Store what is wrong.
+
+        :param value: invalid value
+        :param need: condition that it violates
+        :param key: key of the value in the table that the setting holds; "": the value is the
+            setting itself, or an item of its list
+        """
         self.value = value
         self.need = need
-        super().__init__(value, need)
+        self.key = key
+        super().__init__(value, need, key)
 
     def at(self, path: str, default: object = None) -> str:
         """Format the error as one line for the user.
@@ -35,6 +43,7 @@ class BadValue(ValueError):
         :return: setting, value, condition and default
         """
         remedy = "" if default is None else f"; the default is {show(default)}"
+        path = f"{path}.{self.key}" if self.key else path
         return f"{path} = {show(self.value)}: {self.need}{remedy}"
 
 

@@ -11,9 +11,11 @@ from mpigossip.algorithms.local import NO_LOCAL_STEP
 from mpigossip.cluster.process import TIMEOUT_S
 from mpigossip.cluster.world import World
 from mpigossip.config import CadenceSection, GraphSection, JobError
-from mpigossip.config.choices import options_of, spec_of
+from mpigossip.config.choices import Table, options_of, spec_of
+from mpigossip.config.defaults import owners
 from mpigossip.config.limits import LARGEST
-from mpigossip.config.toml import near
+from mpigossip.config.readable import abbreviate
+from mpigossip.config.toml import near, show
 from mpigossip.graphs import GraphError
 from mpigossip.graphs.user_graphs import is_network
 from mpigossip.training import assemble
@@ -147,7 +149,8 @@ def _sections(
         if not homes:
             if _homes(option, OF_RUN)[1]:
                 raise JobError(f'{option}: needs a run directory: pass Gossip(…, run="runs/mine")')
-            raise JobError(f"{option}: unknown; {near(option, set().union(*keys.values()))}")
+            hint = _name_owners(option) or near(option, set().union(*keys.values()))
+            raise JobError(f"{option}: unknown; {hint}")
         if len(homes) > 1 and key not in SHARED:
             settings_of = " and ".join(f"{section}.{key}" for section in homes)
             remedy = " or ".join(f"{section}_{key}={value!r}" for section in homes)
@@ -163,6 +166,27 @@ def _sections(
                 )
             sections[section][key] = value
     return sections
+
+
+def _name_owners(option: str) -> str:
+    """Return a clause that says which algorithms, graphs and cadences have an option.
+
+    If none has it, return "".
+
+    :param option: name of the option, without the section
+    """
+    tables: dict[str, Table] = {
+        "algorithm": algorithms.BUILDERS,
+        "graph": graphs.BUILDERS,
+        "cadence": cadences.BUILDERS,
+    }
+    clauses = []
+    for section, table in tables.items():
+        if names := owners(table).get(option):
+            clauses.append(f"{section} = {abbreviate([show(name) for name in names])}")
+    if not clauses:
+        return ""
+    return f"an option of {' and of '.join(clauses)}: choose it, or remove {option}"
 
 
 def _homes(option: str, keys_of: Mapping[str, Collection[str]]) -> tuple[str, list[str]]:

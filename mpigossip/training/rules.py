@@ -764,6 +764,11 @@ AVERAGED_STATE: Table[JobParts] = (
             'choose an algorithm with a local step, such as "dsgd"',
         ),
         Rule(
+            lambda parts: parts.cadence.kinds == {ExchangeKind.LOCAL} and _averages_state(parts),
+            '{setting}: with cadence.name = "{job.cadence.name}", nodes exchange nothing',
+            "remove algorithm.average_state, or choose another cadence.name",
+        ),
+        Rule(
             lambda parts: parts.job.node.mixer == "asynchronous" and _averages_state(parts),
             "{setting}: the nodes of an asynchronous mixer do not make equal rounds",
             'use node.mixer = "synchronous"',

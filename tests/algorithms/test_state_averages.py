@@ -219,6 +219,7 @@ def test_a_loop_rejects_unknown_names(ranks):
 REFUSED = {
     "algorithm.name=dmsgd algorithm.average_state={momentum=4}": "replaces the local step",
     f"{ADAM} algorithm.average_state={{exp_avg_sq=4}}": "use first or second",
+    f"{BOTH} cadence.name=never": 'cadence.name = "never"',
     f"{BOTH} node.mixer=asynchronous": "do not make equal rounds",
     f"{BOTH} run.survive=true": "do not survive a rank failure",
     f"{BOTH} graph.name=ceca": "only permutes",
@@ -235,8 +236,8 @@ def test_errors_name_the_setting_and_a_remedy(settings):
 
 
 def test_a_period_of_zero_is_rejected():
-    with pytest.raises(JobError, match=naming("algorithm.average_state = 0", "1")):
-        assemble.load({}, [*ADAM.split(), "algorithm.average_state={second=0}"])
+    with pytest.raises(JobError, match=naming("algorithm.average_state.second = 0", "1")):
+        assemble.load({}, [*ADAM.split(), "algorithm.average_state={first=2,second=0}"])
 
 
 @on_each(("settings", "warns"), [

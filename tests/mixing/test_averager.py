@@ -297,6 +297,43 @@ def test_masked_arrays_are_rejected():
             averager.average(masked)
 
 
+def test_wrong_weights_and_missing_arrays_raise_messages():
+    """The value, and in messages about weights the ranks that may have one, must be named."""
+    x = np.ones(3)
+    whole = np.ones(3, np.int64)
+    nan, inf = float("nan"), float("inf")
+    with pytest.raises(JobError, match=naming("Averager", "NoneType", "mpigossip.world()")):
+        mpigossip.Averager(None, "ring", like=x)
+    with SingleProcess() as world:
+        averager = mpigossip.Averager(world, "ring", like=x)
+        for call in (averager.average, averager.start, averager.exchange, averager.mean):
+            with pytest.raises(JobError, match=naming(call.__name__, "NoneType", "float64")):
+                call(None)
+        for weights, named in [
+            ([0.5, 0.5], ("list", "[0]")),
+            ([0], ("list", "[0]")),
+            (0.5, ("float", "[0]")),
+            ({"0": 0.5}, ("rank '0'", "[0]")),
+            ({"0": 0.5, 7: 1}, ("rank '0'", "[0]")),
+            ({7: 1}, ("rank 7", "[0]")),
+            ({0: "0.5"}, ("rank 0", "'0.5'", "finite")),
+            ({0: None}, ("rank 0", "None", "finite")),
+            ({0: 1j}, ("rank 0", "1j", "finite")),
+            ({0: nan}, ("rank 0", "nan", "finite")),
+            ({0: inf}, ("rank 0", "inf", "finite")),
+            ({0: np.ones(2)}, ("rank 0", "finite")),
+        ]:
+            with pytest.raises(JobError, match=naming("average", *named)):
+                averager.average(x, weights=weights)
+        assert averager.round == 0  # a rejected call is no round
+        for weight in (2, np.float32(2), torch.tensor(2), True + 1):
+            assert (averager.average(x, weights={np.int64(0): weight}) == 2).all()
+        integers = mpigossip.Averager(world, "ring", like=whole)
+        for weight in (2**62 + 1, 2**64 + 5, -(2**63) - 1):
+            wrapped = (weight + 2**63) % 2**64 - 2**63
+            assert (integers.average(whole, weights={0: weight}) == wrapped).all()
+
+
 @with_world
 def exchanged(world, dtype, kind):
     """Return what each neighbour sent, a sum with given weights, and the sum over all nodes."""

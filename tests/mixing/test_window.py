@@ -254,6 +254,52 @@ def test_mistakes_raise_messages(ranks):
             assert text.startswith(head) and tail in text, (text, start)
 
 
+def test_wrong_weights_ranks_and_rounds_raise_messages():
+    """A rejected call changes nothing."""
+    x = np.ones(3)
+    with pytest.raises(JobError, match=naming("Window", "NoneType", "mpigossip.world()")):
+        mpigossip.Window(None, "ring", like=x)
+    with SingleProcess() as world:
+        with pytest.raises(JobError, match=naming("push_sum", "'no'", "True")):
+            mpigossip.Window(world, "ring", like=x, push_sum="no")
+        window = mpigossip.Window(world, "ring", like=x)
+        for call in (window.put, window.accumulate, window.update, window.publish):
+            with pytest.raises(JobError, match=naming(call.__name__, "NoneType", "float64")):
+                call(None)
+        for call in (window.put, window.accumulate, window.update):
+            name = call.__name__
+            for weights in ([0], 0.5):
+                with pytest.raises(JobError, match=naming(name, type(weights).__name__, "ranks")):
+                    call(x, weights)
+            for t in (1.5, "0", True):
+                with pytest.raises(JobError, match=naming(name, f"round = {t!r}", "whole number")):
+                    call(x, round=t)
+        for weight in (float("nan"), float("inf"), "2"):
+            with pytest.raises(JobError, match=naming("update", "rank 0", "finite")):
+                window.update(x, {0: weight})
+        for ranks in (3, "01"):
+            with pytest.raises(JobError, match=naming("get", f"ranks = {ranks!r}", "list")):
+                window.get(ranks)
+        assert window.get(iter([])) == {} and (window.update(x) == 1).all()
+        whole = mpigossip.Window(world, "ring", like=np.ones(3, np.int64))
+        result = whole.update(np.ones(3, np.int64), {0: 2**62 + 1})
+        assert (result == 2**62 + 1).all()
+
+
+@with_world
+def read_by_iterator(world):
+    """Return the ranks that a `get` from an iterator of ranks has read."""
+    x = np.full(3, float(world.rank))
+    with mpigossip.Window(world, "ring", like=x) as window:
+        world.barrier()
+        read = window.get(iter(window.in_neighbours))
+        return sorted(read), [float(b[0]) for b in window.received().values()]
+
+
+def test_ranks_of_an_iterator_are_read(ranks):
+    assert ranks(2)(read_by_iterator) == [([1], [1.0]), ([0], [0.0])]
+
+
 ENDING = """
 import os, signal, sys, time
 import numpy as np

@@ -71,6 +71,8 @@ def test_options_that_mean_the_same_set_all_of_their_sections(tmp_path):
         ({"graph_lazzy": True}, ("graph_lazzy", "unknown")),
         ({"cadence_lazy": True}, ("cadence_lazy", "unknown")),
         ({"lazy_graph": True}, ("lazy_graph", "unknown")),
+        ({"outer": {"name": "SGD"}}, ("outer", 'algorithm = "diloco"')),
+        ({"alpha": 0.1}, ("alpha", 'cadence = "qsr"')),
     ],
 )
 def test_options_without_a_single_meaning_are_rejected(options, message):

@@ -18,6 +18,7 @@ from mpigossip.mixing.arrays.form import (
     Weights,
     check_equal,
     check_weights,
+    check_world,
     combine,
     sum_dtype,
 )
@@ -67,6 +68,7 @@ class Averager:
         :raises JobError: on all ranks, if ``like`` cannot be exchanged, or if an argument is
             invalid or differs between ranks
         """
+        check_world("Averager", world)
         with world.raise_together(UserError):
             check_default_device("Averager")
             if same_host not in ("read", "put"):
@@ -146,13 +148,14 @@ class Averager:
         :param out: array to write the average into, which may be ``x``; None: a new one
         :param weights: for this call, weight w_j of this rank and of the in-neighbours of this
             round, by rank; a rank that is missing has the weight 0. None: row i of W(t)
-        :raises JobError: if :meth:`start` or :meth:`finish` would raise it; if ``weights`` contains
-            a rank that is neither this rank nor an in-neighbour; if the arrays hold integers, and
-            ``weights`` is None or contains a number that is not whole
+        :raises JobError: if :meth:`start` or :meth:`finish` would raise it; if ``weights`` is no
+            dictionary, or contains a rank that is neither this rank nor an in-neighbour, or a
+            weight that is no finite number; if the arrays hold integers, and ``weights`` is None or
+            contains a number that is not whole
         :raises WaitTimeoutError: if a neighbour does not send within ``world.timeout_s`` seconds
         """
         if weights is None:
-            self._ready("average", x, out)
+            self._ready("average", x, out=out)
             self.start(x)
             return self.finish(out)
         self._form.check("average", x, out=out)
@@ -191,7 +194,7 @@ class Averager:
         :raises WaitTimeoutError: if a node does not send within ``world.timeout_s`` seconds
         """
         check_default_device("Averager.sum()")
-        self._check_open("sum", x, out)
+        self._check_open("sum", x, out=out)
         if not self._form.is_integer:
             raise JobError(
                 f"sum: adds integers, but the arrays of this Averager hold {self._form.dtype}; "
@@ -219,7 +222,7 @@ class Averager:
         :raises WaitTimeoutError: if a node does not send within ``world.timeout_s`` seconds
         """
         check_default_device("Averager.mean()")
-        mixer = self._ready("mean", x, out)
+        mixer = self._ready("mean", x, out=out)
         form = self._form
         row = torch.zeros(1, *mixer.layout.widths, dtype=mixer.layout.dtype, device=form.device)
         self._copy(x, self._reshape(row))
@@ -246,11 +249,11 @@ class Averager:
         if kind is None:  # while an exception propagates, other ranks may never close
             self.close()
 
-    def _check_open(self, call: str, array: Any = None, out: Any = None) -> None:
+    def _check_open(self, call: str, *arrays: Any, out: Any = None) -> None:
         """Check that this object is open, and that arrays match ``like``.
 
         :param call: name of the public call, for messages
-        :param array: array to exchange; None: there is none
+        :param arrays: arrays to exchange
         :param out: array for the result; None: there is none
         :raises JobError: if this object is closed, or an array does not match ``like``
         """
@@ -260,16 +263,16 @@ class Averager:
                 "or its world has ended; create a new Averager"
             )
         check_process()
-        self._form.check(call, array, out=out)
+        self._form.check(call, *arrays, out=out)
 
-    def _ready(self, call: str, array: Any = None, out: Any = None) -> Any:
+    def _ready(self, call: str, *arrays: Any, out: Any = None) -> Any:
         """Return the mixer that averages; it exists only if the arrays hold no integers.
 
         The parameters are described in :meth:`_check_open`.
 
         :raises JobError: if :meth:`_check_open` raises it, or if the arrays hold integers
         """
-        self._check_open(call, array, out)
+        self._check_open(call, *arrays, out=out)
         if self._mixer is None:
             raise JobError(
                 f"{call}: the arrays hold {self._form.dtype}, and integers have no average; give "

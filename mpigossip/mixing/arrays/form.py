@@ -1,6 +1,8 @@
 """Arrays of NumPy and torch that a program exchanges: their types, checks and weighted sums."""
 
+import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -71,12 +73,12 @@ class ArrayForm:
         """Check that the arrays of a call have this form.
 
         :param call: name of the call, for messages
-        :param arrays: arrays to read; None stands for an array that was not passed
+        :param arrays: arrays to read
         :param out: array to write the result into; None: a new one
         :raises JobError: if an array has another form, or ``out`` cannot be written
         """
-        for array in (*arrays, out):
-            if array is not None and not self._has_form(array):
+        for array in (*arrays, *([] if out is None else [out])):
+            if not self._has_form(array):
                 raise JobError(
                     f"{call}: an array is {describe(array)}; this {self._owner} was made for "
                     f"{'torch' if self.is_tensor else 'numpy'} arrays of {self.numpy_dtype} and "
@@ -125,6 +127,20 @@ class ArrayForm:
         return out
 
 
+def check_world(owner: str, world: Any) -> None:
+    """Check that a program has passed a world.
+
+    :param owner: name of the class that exchanges, for messages
+    :param world: object that was passed as the world
+    :raises JobError: if it is no world
+    """
+    if not hasattr(world, "raise_together"):
+        raise JobError(
+            f"{owner}: world is a {type(world).__name__}: pass the result of mpigossip.world(), as "
+            f'in {owner}(world, "ring", like=x)'
+        )
+
+
 def check_equal(world: World, arguments: dict[str, Any]) -> None:
     """Check that all ranks have given the same arguments; collective.
 
@@ -149,20 +165,44 @@ def check_weights(call: str, weights: Weights, ranks: Sequence[int], dtype: torc
     :param weights: weights by rank
     :param ranks: ranks that may have a weight
     :param dtype: dtype of the arrays
-    :raises JobError: if another rank has a weight, or an integer array has a weight that is no
-        integer
+    :raises JobError: if the weights are no dictionary, another rank has a weight, a weight is no
+        finite number, or an integer array has a weight that is no integer
     """
-    if unknown := sorted(set(weights) - set(ranks)):
+    if not isinstance(weights, Mapping):
         raise JobError(
-            f"{call}: rank {unknown[0]} is given, which the graph does not connect to this rank "
-            f"here; give ranks of {sorted(ranks)} only"
+            f"{call}: weights is a {type(weights).__name__}; pass a dictionary {{rank: weight}} "
+            f"with ranks of {sorted(ranks)}"
         )
     for rank, weight in weights.items():
+        if rank not in ranks:
+            raise JobError(
+                f"{call}: rank {_shown(rank)} is given, which the graph does not connect to this "
+                f"rank here; give ranks of {sorted(ranks)} only"
+            )
+        if not _is_finite(weight):
+            raise JobError(
+                f"{call}: the weight of rank {rank} is {_shown(weight)}: must be a finite number"
+            )
         if not dtype.is_floating_point and not float(weight).is_integer():
             raise JobError(
                 f"{call}: the weight of rank {rank} is {weight}, but the arrays hold integers, "
                 "which have no average; give weights that are whole numbers"
             )
+
+
+def _shown(value: Any) -> str:
+    """Return a value as text, in quotation marks if it is a text."""
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+def _is_finite(weight: Any) -> bool:
+    """Return whether a weight is a finite number, or an array of NumPy or torch without axes."""
+    if not isinstance(weight, Real) and getattr(weight, "shape", None) != ():
+        return False
+    try:
+        return math.isfinite(weight)
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def scale(array: torch.Tensor, weight: float) -> torch.Tensor:
@@ -182,9 +222,11 @@ def combine(weights: Sequence[float], arrays: Sequence[torch.Tensor]) -> torch.T
     """
     dtype = arrays[0].dtype
     if not dtype.is_floating_point:
-        total = arrays[0] * int(weights[0])
-        for weight, array in zip(weights[1:], arrays[1:], strict=True):
-            total += array * int(weight)
+        # A weight that exceeds int64 has the same sum, modulo 2^64, as the wrapped one.
+        factors = [(int(weight) + 2**63) % 2**64 - 2**63 for weight in weights]
+        total = arrays[0] * factors[0]
+        for factor, array in zip(factors[1:], arrays[1:], strict=True):
+            total += array * factor
         return total
     rows = [array.to(sum_dtype(dtype)).view(1, -1) for array in arrays]
     return weighted_sum(list(map(float, weights)), rows, torch.empty_like(rows[0]))[0].to(dtype)

@@ -27,8 +27,9 @@ from __future__ import annotations
 import atexit
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ from mpigossip.mixing.arrays.form import (
     Weights,
     check_equal,
     check_weights,
+    check_world,
     combine,
     scale,
 )
@@ -205,8 +207,11 @@ class Window(WindowAccess):
             invalid or differs between ranks, if the world survives rank failures, or if MPI's
             windows lack the unified memory model
         """
+        check_world("Window", world)
         with world.raise_together(UserError):
             check_default_device("Window")
+            if not isinstance(push_sum, bool):
+                raise JobError(f"Window: push_sum = {push_sum!r}: must be True or False")
             if world.survives:
                 raise JobError(
                     "Window: this world survives rank failures (survive=True), after which MPI "
@@ -317,8 +322,9 @@ class Window(WindowAccess):
         :param x: array with the dtype and shape of ``like``; it may be changed after the call
         :param weights: weight w_j of each rank j that is sent to; None: 1 for all out-neighbours
         :param round: round of the graph whose out-neighbours are meant; None: of any round
-        :raises JobError: if ``x`` does not match ``like``, a rank in ``weights`` is no
-            out-neighbour, a weight for integers is not a whole number, or the window is closed
+        :raises JobError: if ``x`` does not match ``like``, ``weights`` is no dictionary or contains
+            a rank that is no out-neighbour, a weight is not finite or, for integers, not a whole
+            number, or the window is closed
         :raises WaitTimeoutError: if MPI does not complete the last call in time
         """
         self._send("put", PUT, x, weights, round)
@@ -340,7 +346,7 @@ class Window(WindowAccess):
         """
         self._send("accumulate", ACCUMULATE, x, weights, round)
 
-    def get(self, ranks: Sequence[int] | None = None, *, round: int | None = None) -> dict:
+    def get(self, ranks: Iterable[int] | None = None, *, round: int | None = None) -> dict:
         """Replace buffers by what in-neighbours have published: b_j ← x_j.
 
         Values are published by the constructor, :meth:`publish` and :meth:`update`. Values that
@@ -354,12 +360,15 @@ class Window(WindowAccess):
             ``timeout_s``, or MPI does not complete a call in time
         """
         available = self._neighbours("get", round)[0]
-        check_weights("get", dict.fromkeys(ranks or (), 1), available, self._form.dtype)
+        if ranks is not None and (isinstance(ranks, str) or not isinstance(ranks, Iterable)):
+            raise JobError(f"get: ranks = {ranks!r}: pass a list of ranks, such as {available[:1]}")
+        sources = available if ranks is None else list(ranks)
+        check_weights("get", dict.fromkeys(sources, 1), available, self._form.dtype)
         versions: dict[int, int] = {}
 
         def read_all() -> None:
             self._collect()
-            for j in available if ranks is None else ranks:
+            for j in sources:
                 versions[int(j)] = self._read(int(j))
 
         self._run("get", read_all)
@@ -389,17 +398,18 @@ class Window(WindowAccess):
         :param round: round of the graph whose matrix and neighbours are meant; None: of any round,
             and the matrix of a static graph
         :param out: array to write the result into, which may be ``x``; None: a new one
-        :raises JobError: if an array does not match ``like``, a rank in ``weights`` is no
-            in-neighbour, ``weights`` and ``round`` are both missing for a graph whose rounds
-            differ, a weight for integers is not a whole number, or the window is closed
+        :raises JobError: if an array does not match ``like``, ``weights`` is no dictionary or
+            contains a rank that is no in-neighbour, ``weights`` and ``round`` are both missing for
+            a graph whose rounds differ, a weight is not finite or, for integers, not a whole
+            number, or the window is closed
         :raises WaitTimeoutError: if MPI does not complete a call in time
         """
         self._ready("update", x, out=out)
+        available = [self.rank, *self._neighbours("update", round)[0]]
         if weights is None:
             weights = self._matrix_row(round)
-        available = [self.rank, *self._neighbours("update", round)[0]]
         check_weights("update", weights, available, self._form.dtype)
-        own_weight = float(weights.get(self.rank, 0))
+        own_weight = weights.get(self.rank, 0)
         used = [j for j in sorted(weights) if j != self.rank]
         flat = self._form.flatten(x)
         result: list[torch.Tensor] = []
@@ -411,7 +421,7 @@ class Window(WindowAccess):
             result.append(combine([own_weight, *(weights[j] for j in used)], terms))
             if self.push_sum:
                 push_weights = [float(weights[j] * self._buffers[j].weight[0]) for j in used]
-                self._weight = math.fsum([own_weight * self._weight, *push_weights])
+                self._weight = math.fsum([float(own_weight) * self._weight, *push_weights])
             for buffer in buffers if reset else ():
                 buffer.apply(PUT, torch.zeros_like(flat), 0.0)
             self._publish(result[0])
@@ -520,9 +530,11 @@ class Window(WindowAccess):
 
         :param call: name of the public call, for messages
         :param t: round of the graph; None: the neighbours of all rounds
-        :raises JobError: if the window is closed
+        :raises JobError: if the window is closed, or ``t`` is no whole number
         """
         self._ready(call)
+        if t is not None and (isinstance(t, bool) or not isinstance(t, Integral)):
+            raise JobError(f"{call}: round = {t!r}: must be a whole number of at least 0, or None")
         if t is None:
             return self.in_neighbours, self.out_neighbours
         sources = self.graph.neighbours(t, self.rank)[0]
@@ -562,13 +574,14 @@ class Window(WindowAccess):
         """
         self._ready(call, x)
         available = self._neighbours(call, t)[1]
-        given = dict.fromkeys(available, 1.0) if weights is None else dict(weights)
+        given = dict.fromkeys(available, 1.0) if weights is None else weights
         check_weights(call, given, available, self._form.dtype)
+        factors = dict(given)  # the program may change its dictionary after the call
         flat = self._form.flatten(x)
         push_weight = self._weight
 
         def send_all() -> None:
-            for j, weight in given.items():
+            for j, weight in factors.items():
                 value = scale(flat, weight)
                 self._send_to(int(j), kind, value, float(weight) * push_weight)
 
