@@ -28,7 +28,8 @@ def test_the_smallest_period_spends_a_tenth_of_a_round_on_the_folder():
     assert "takes 0.1 s" in text and "0.06 s are operations" in text
     assert text.startswith("hint (training continues)")
     assert "cadence.period = 54 or more instead of 4" in text
-    assert "takes 1,234 s, of which 123 s are operations" in describe_slow_folder(123.4, 1233.6, 4)
+    slow = describe_slow_folder(123.4, 1233.6, 4)
+    assert "1,234 s" in slow and "123 s" in slow
 
 
 def test_hints_are_empty_files_without_fsync(tmp_path, monkeypatch):
