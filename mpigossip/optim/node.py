@@ -309,6 +309,7 @@ class LoopNode:
         self.lay_out()
         for name, now in zip(self.flat.names, self.vector.cut(self.vector.x[0][0]), strict=True):
             now.copy_(masters.get(name, now))  # 16-bit parameters of the model are rounded
+        self.engine.restart()  # the state may contain copies of x
         self.edits.end()
         self.engine.restore_counters(before.numbers() | {"born": before.index})
         self.mixer.bytes_sent[:] = before.mixer.bytes_sent

@@ -687,15 +687,15 @@ def test_fragments_name_the_modules_that_are_unfrozen_later():
     assert not torch.equal(values(model)[35:], before[35:])
 
 
-def test_master_weights_stay_when_other_parameters_are_unfrozen():
+@on_each("algorithm", ["dsgd", "d2"])
+def test_master_weights_stay_when_other_parameters_are_unfrozen(algorithm):
     """The model makes ten updates of 1e-3 at 1, each of which bfloat16 would round away."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1)).bfloat16()
     model[1].requires_grad_(False)
     with torch.no_grad():
         model[0].weight.fill_(1.0)
-    optimizer = mpigossip.Gossip(
-        SingleProcess(), model, torch.optim.SGD(model.parameters(), lr=1.0)
-    )
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = mpigossip.Gossip(SingleProcess(), model, inner, algorithm)
     for step in range(10):
         if step == 5:
             model[1].requires_grad_(True)
