@@ -604,6 +604,27 @@ def test_parameters_that_are_unfrozen_join_the_exchange(ranks, algorithm):
         assert np.abs(end - end.mean(0)).max() < 1e-5  # also what was frozen
 
 
+@with_world
+def unfrozen_within_a_phase(world):
+    """Phases of defacto on three nodes have two local steps and two rounds."""
+    model = make(world.rank)
+    model[0].requires_grad_(False)
+    inner = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    optimizer = mpigossip.Gossip(world, model, inner, "defacto")
+    first = gather_parameters(world, model)
+    train(optimizer, model, world.rank, range(3))
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": model[0].parameters()})
+    train(optimizer, model, world.rank, range(3, 7))
+    return first.numpy(), gather_parameters(world, model).numpy()
+
+
+def test_the_next_phase_is_exact_if_parameters_are_unfrozen_within_a_phase(ranks):
+    for first, models in ranks(N)(unfrozen_within_a_phase):
+        assert np.abs(models - models[0]).max() < 1e-6
+        assert np.abs(models - first).max() > 1e-3
+
+
 def test_frozen_parameters_are_counted_and_reported_once(capsys):
     for _ in range(2):
         model = make()
