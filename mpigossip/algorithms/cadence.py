@@ -86,7 +86,9 @@ class Cadence(NamedTuple):
     init: Callable[[], Any]
     """Function () -> state that makes the first state."""
     kind: Callable[[Any, int], ExchangeKind]
-    """Function (state, steps since the start) -> `ExchangeKind` of the next step."""
+    """Function (state, steps since the start) -> `ExchangeKind` of the next step. The start is the
+    step at which the state was made, or the first step of the run, see ``counts_from_run``.
+    """
     observe: Callable[..., Any]
     """Function (state, step, measured) -> state that is called once per step. In a GLOBAL step, the
     dict ``measured`` holds the values of ``measures``, which are equal on all nodes; in other steps
@@ -104,6 +106,10 @@ class Cadence(NamedTuple):
     """Number of local steps of each node in a period, if nodes differ; otherwise empty."""
     longest_round: int = 1
     """Largest number of periods that a member trains before it exchanges (`mpigossip join`)."""
+    counts_from_run: bool = False
+    """True if ``kind`` gets the number of steps since the first step of the run, also if the state
+    was made later. It can then recognize the last step of the run.
+    """
 
     @property
     def is_adaptive(self) -> bool:
@@ -458,8 +464,9 @@ def qsr(
     :param alpha: α, in units of the learning rate. The paper uses 0.2 to 0.25 for SGD with peak
         rates of 0.8 to 1.6, and 0.01 to 0.0175 for AdamW with a peak rate of 0.008
     :param kind: "global": average over all nodes; "gossip": make a round along the graph
-    :param total: number of steps of the run; None: the number of steps of the job, and in a custom
-        loop no step is known to be the last one
+    :param total: number of steps of the run; None: the number of steps in all epochs of the job,
+        even if `run.steps` ends the run earlier, and in a custom loop no step is known to be the
+        last one
     """
     exchange = ExchangeKind.GLOBAL if kind == "global" else ExchangeKind.GOSSIP
 
@@ -485,6 +492,7 @@ def qsr(
         kind_of,
         observe,
         kinds=frozenset({ExchangeKind.LOCAL, exchange}),
+        counts_from_run=True,
     )
 
 

@@ -124,7 +124,8 @@ def qg_dmsgd(local, *, beta: Decay = 0.9, mu: Share = 0.1, nesterov: bool = Fals
         return state
 
     def receive(x, g, state: Momentum, sent, mixed, step: Step):
-        state.momentum.mul_(1 - mu).add_(x.sub_(mixed[0]), alpha=mu / step.lr)
+        if not step.waits:  # the momentum would fade with each exchange of a node that waits
+            state.momentum.mul_(1 - mu).add_(x.sub_(mixed[0]), alpha=mu / step.lr)
         x.copy_(mixed[0])
         return state
 

@@ -1,4 +1,4 @@
-"""Check that no trained parameter of a model shares memory with another parameter or buffer."""
+"""Tensors whose elements share memory: with other tensors of a model, or with each other."""
 
 from collections.abc import Iterable
 
@@ -33,6 +33,22 @@ def check_separate(model: nn.Module) -> None:
             if is_trained and _overlap(before, tensor):
                 raise JobError(overlap_message(other, name))
         candidates.append((name, tensor))
+
+
+def overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy ``values`` to a tensor that may repeat its elements, as a buffer after expand() does.
+
+    torch's ``copy_`` rejects such a tensor. A dimension with stride 0 repeats its first element, so
+    that only this element is written.
+
+    :param tensor: tensor to write
+    :param values: values of the same shape, equal for all elements that share memory
+    """
+    for dim, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and length > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+            values = values.narrow(dim, 0, 1)
+    tensor.copy_(values)
 
 
 def _address(tensor: torch.Tensor) -> tuple[str, int]:

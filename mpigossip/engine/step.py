@@ -111,6 +111,10 @@ class Engine:
         self.publish: Callable[[], None] = self.gather_shards
         """Function that ends a step; its owner may wait later for the flat parameters."""
         self.index = 0
+        self.shift = 0
+        """Number that is subtracted from ``index`` to find the place of a step in the run. Its
+        owner sets it if the number of steps per epoch has changed when the run was resumed.
+        """
         self.state_start = 0
         self.round = 0
         self.replace_mixer(mixer)
@@ -153,7 +157,8 @@ class Engine:
         The cadence decides here whether the step is LOCAL, GOSSIP or GLOBAL.
         """
         self.clock.begin()
-        self._kind = self.cadence.kind(self.cadence_state, self.index - self.state_start)
+        start = self.shift if self.cadence.counts_from_run else self.state_start
+        self._kind = self.cadence.kind(self.cadence_state, self.index - start)
         if self.method.ahead:
             self.exchange.send(self, self._now(None))
         self.clock.lap("exchange_s")

@@ -278,6 +278,15 @@ class Mixer:
         """
         raise NotImplementedError
 
+    def skip(self, t: int) -> None:
+        """Leave out round t, so that round t + 1 may follow; collective over the neighbours.
+
+        No exchange may be open. A mixer whose rounds do not depend on each other does nothing.
+
+        :param t: number of the graph's round, the next one of this mixer
+        :raises WaitTimeoutError: if a neighbour has not ended an earlier round at the time limit
+        """
+
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         """Return the exact mean of ``x`` over all nodes, an array (p,); collective.
 

@@ -299,6 +299,17 @@ class Synchronous(RankMixer):
             self._buffers.begin(number, plan.average)
         self._exchange.begin()
 
+    def skip(self, t: int) -> None:
+        check_process()
+        self._end_round()
+        # Before the first round, all inbox buffers are free without a notification.
+        if self._transport is None or self._first is None:
+            return
+        plan = self._plan_of(ExchangeKind.GOSSIP, t)
+        r = RoundState(plan, t, t, t - self._first)
+        self._transport.skip(r, self._plan_of(ExchangeKind.GOSSIP, t + 2))
+        self._last_index = r.index
+
     def settle(self) -> None:
         """Wait until the progress thread has run the round in flight; `finish` is still required.
 

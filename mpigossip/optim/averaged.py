@@ -12,6 +12,7 @@ from mpigossip.cluster import deadline
 from mpigossip.config import JobError
 from mpigossip.data.pytree import Nested, map_tensors
 from mpigossip.engine.measurements import consensus_distance
+from mpigossip.engine.overlapping_tensors import overwrite
 from mpigossip.engine.sharded import fully_sharded, local_shard, reshard
 from mpigossip.mixing.base import Mixer
 from mpigossip.mixing.device.memory import device_context
@@ -95,7 +96,7 @@ class Snapshot:
         """Write the copied values back; it may be called more than once."""
         with torch.no_grad():
             for tensor, value in self._copies:
-                tensor.copy_(value)
+                overwrite(tensor, value)
             self.show()
             if self._twin is not None:
                 # A twin may share 16-bit parameters with the model: restore them from the master

@@ -82,7 +82,7 @@ class Gossip(torch.optim.Optimizer):
 
     The constructor or :meth:`step` rejects what a job rejects, and also:
 
-    * float64 parameters;
+    * float64 parameters, and sparse parameters or buffers;
     * LBFGS, because averaging invalidates its curvature pairs;
     * other optimizers that need a closure, such as SAM; make ``Gossip`` the base optimizer of SAM;
     * algorithms with an update of their own (dmsgd, qg-dmsgd, decentlam, detag, defacto), unless

@@ -13,6 +13,7 @@ from mpigossip import config
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import print_note_once
+from mpigossip.engine.overlapping_tensors import overwrite
 from mpigossip.engine.sharded import is_sharded, local_shard
 from mpigossip.engine.vector import ParameterLayout
 
@@ -26,9 +27,20 @@ Facts = Sequence[tuple[str, str]]
 
 
 def layout(model: nn.Module) -> Facts:
-    """Describe parameters and buffers by name: shape, type, strides, frozen or sharded."""
+    """Describe parameters and buffers by name: shape, type, strides, frozen or sharded.
+
+    :raises JobError: if a parameter or buffer is a sparse tensor
+    """
     parameters = list(model.named_parameters())
     buffers = list(model.named_buffers())
+    for kind, tensors in (("parameter", parameters), ("buffer", buffers)):
+        for name, tensor in tensors:
+            if tensor.layout != torch.strided:
+                raise JobError(
+                    f"the model's {kind} {name} is a sparse tensor ({tensor.layout}), and nodes "
+                    f"copy dense ones only: make it dense by to_dense(), or, if it is constant, "
+                    "keep it as an attribute of the module that is neither parameter nor buffer"
+                )
     facts = [
         (f"parameter {n}", _describe(p) + ", frozen" * (not p.requires_grad)) for n, p in parameters
     ]
@@ -110,12 +122,13 @@ def broadcast_model(world: World, model: nn.Module) -> None:
 
 def _from_rank_0(world: World, tensor: torch.Tensor) -> bool:
     """Copy the tensor of rank 0; return whether this changed any byte."""
-    before = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    dense = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    before = dense.view(-1).view(torch.uint8).numpy()
     flat = before.copy()
     for start in range(0, flat.size, CHUNK):
         flat[start : start + CHUNK] = world.broadcast(flat[start : start + CHUNK])
     if differs := not np.array_equal(flat, before):
-        tensor.copy_(torch.from_numpy(flat).view(tensor.dtype).view(tensor.shape))
+        overwrite(tensor, torch.from_numpy(flat).view(tensor.dtype).view(tensor.shape))
     return differs
 
 

@@ -309,8 +309,13 @@ class LoopNode:
         self.lay_out()
         for name, now in zip(self.flat.names, self.vector.cut(self.vector.x[0][0]), strict=True):
             now.copy_(masters.get(name, now))  # 16-bit parameters of the model are rounded
+        self.engine.restart()  # the state may contain copies of x
         self.edits.end()
-        self.engine.restore_counters(before.numbers() | {"born": before.index})
+        numbers = before.numbers() | {"born": before.index}
+        if "phases" in self.engine.method.needs:
+            # Only a whole period of the graph, from its first round on, computes the average.
+            numbers["round"] = 0
+        self.engine.restore_counters(numbers)
         self.mixer.bytes_sent[:] = before.mixer.bytes_sent
         if self.world.rank == 0:
             reset = "; the state of the algorithm is reset" if drops else ""

@@ -144,6 +144,7 @@ class JobNode:
         if before != now:
             done = (self.engine.index - trainer.shift) / before
             trainer.shift = self.engine.index - round(done * now)
+        self.engine.shift = trainer.shift
 
     def publish(self) -> None:
         replicas = self.trainer.replicas

@@ -18,6 +18,7 @@ from mpigossip.algorithms.methods import same_state
 from mpigossip.cluster.deadline import paused
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import UserError
+from mpigossip.engine.overlapping_tensors import overwrite
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import NodeLayout, ParameterLayout, is_per_row, join_row, scatter_row
 from mpigossip.groups.base import local_shards
@@ -162,7 +163,7 @@ def _packed(parts: Sequence[torch.Tensor], into: np.ndarray | None) -> np.ndarra
 
 def plain(tensor: torch.Tensor) -> np.ndarray:
     """Return a tensor as a NumPy array; bfloat16, which NumPy lacks, is converted to float32."""
-    tensor = tensor.detach().cpu()
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
@@ -314,7 +315,7 @@ def put_buffers(buffers: Mapping[int, Mapping[str, torch.Tensor]], saved: NodeSt
     for slot, of_slot in buffers.items():
         for name, buffer in of_slot.items():
             value = saved.arrays[f"buffers/{slot}/{name}"]
-            buffer.copy_(torch.from_numpy(np.array(value)).view(buffer.shape))
+            overwrite(buffer, torch.from_numpy(np.array(value)).view(buffer.shape))
 
 
 def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]) -> list[str]:
@@ -343,7 +344,7 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
         for of_slot in node.buffers(row):  # `mean` has node 0's integers.
             for name, buffer in of_slot.items():
                 value = torch.as_tensor(np.array(mean[f"buffers/{name}"]))
-                buffer.copy_(value.view(buffer.shape))
+                overwrite(buffer, value.view(buffer.shape))
         if averaged:
             for name, parts in state.items():
                 scatter_row(mean[name], parts, row, flat, local)

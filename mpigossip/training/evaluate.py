@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mpigossip.data.loader import Loader
 from mpigossip.data.pytree import Nested
 from mpigossip.engine.measurements import consensus_distance
+from mpigossip.engine.overlapping_tensors import overwrite
 from mpigossip.groups.base import Group, local_shards, shard_views
 from mpigossip.mixing.base import Mixer
 from mpigossip.training.replicas import Replicas
@@ -166,7 +167,7 @@ def _unpack(values: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
         parts = values.split([target.numel() for target in targets])
         for target, part in zip(targets, parts, strict=True):
-            target.copy_(part.view(target.shape))
+            overwrite(target, part.view(target.shape))
 
 
 def norms(module: nn.Module) -> list[_BatchNorm]:

@@ -110,6 +110,26 @@ def test_resume_in_the_middle_of_each_period(settings):
         assert torch.equal(second.run(STEPS - at).whole(), expected), at
 
 
+def assert_equal_rows(driver):
+    models = driver.whole()
+    assert torch.equal(models, models[:1].expand_as(models))
+
+
+@on_each("at", [1, 17, STEPS - 2])
+def test_the_last_step_exchanges_if_the_state_was_reset(at):
+    driver = Falling(GLOBAL, 3, noise=0.1).run(at)
+    driver.restart()
+    assert_equal_rows(driver.run(STEPS - at))
+
+
+@on_each("shift", [-7, 5])
+def test_the_last_step_exchanges_if_the_steps_of_the_run_were_counted_again(shift):
+    """The run has STEPS steps, which end ``shift`` steps later after a resume with other nodes."""
+    driver = Falling(GLOBAL, 3, noise=0.1).run(20)
+    driver.shift = shift
+    assert_equal_rows(driver.run(STEPS + shift - 20))
+
+
 def on_ranks(comm, settings):
     from mpigossip.cluster.mpi_world import MPIWorld
     from mpigossip.mixing import open_mixer

@@ -6,6 +6,7 @@ import torch
 
 from mpigossip import algorithms
 from mpigossip.algorithms import Step
+from mpigossip.engine.vector import named_arrays
 from mpigossip.graphs import graph
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.mixing.delayed import Delayed, Faults, table
@@ -132,3 +133,27 @@ def test_a_node_that_waits_takes_no_step_but_averages(name):
     assert torch.allclose(x.mean(0), torch.tensor([1.5, 2.5, 3.5]), atol=1e-5)
     moved = bool((x[0] - x[1]).abs().max() < 3)
     assert moved is (name != "detag"), "its x moves at the end of a phase"
+
+
+@on_each("name", ["dmsgd", "qg-dmsgd", "dsgt", "momentum-tracking", "noloco", "gasloc"])
+def test_exchanges_of_nodes_that_wait_keep_the_momentum(name):
+    """If the received models equal the node's own, an exchange without a step changes nothing."""
+    method = algorithms.build(name, None, {}, 0)
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 8, generator=draw)
+    state = method.init(x)
+
+    def exchange(g, step):
+        sent = tuple(torch.empty_like(x) for _ in range(method.vectors))
+        after = method.send(x, None if method.ahead else g, state, sent, step)
+        return method.receive(x, g, after, sent, tuple(part.clone() for part in sent), step)
+
+    for index in range(2):
+        step = Step(index, index, ExchangeKind.GOSSIP, 0.1)
+        state = exchange(torch.randn(1, 8, generator=draw), step)
+    before = [x.clone(), *(part.clone() for _, part in named_arrays(state))]
+    for t in range(2, 12):
+        step = Step(2, t, ExchangeKind.GOSSIP, 0.1, skipped=(0,), waits=True)
+        state = exchange(torch.zeros(1, 8), step)
+    after = [x, *(part for _, part in named_arrays(state))]
+    assert all(map(torch.equal, before, after)) and before[1].any()

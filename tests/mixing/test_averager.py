@@ -334,6 +334,34 @@ def test_wrong_weights_and_missing_arrays_raise_messages():
             assert (integers.average(whole, weights={0: weight}) == wrapped).all()
 
 
+CALLS = "exchange average exchange average average weights average average average exchange"
+
+
+@with_world
+def interleaved(world, same_host):
+    x = np.array([world.rank, 2.0 ** (7 * world.rank)])
+    with mpigossip.Averager(world, "one-peer-exponential", like=x, same_host=same_host) as averager:
+        for call in CALLS.split():
+            if call == "exchange":
+                averager.exchange(x)
+            else:
+                weights = {world.rank: 1} if call == "weights" else None
+                x = averager.average(x, weights=weights)
+    return x
+
+
+@pytest.mark.both
+@pytest.mark.parametrize("same_host", ["read", "put"])
+def test_averages_may_follow_rounds_of_other_kinds(ranks, same_host):
+    """Only rounds of `average` without weights use the mixer; the others are rounds, too."""
+    n = 3
+    x = np.array([[rank, 2.0 ** (7 * rank)] for rank in range(n)])
+    graph = mpigossip.graph("one-peer-exponential", n)
+    for t, call in enumerate(CALLS.split()):
+        x = graph.matrix(t) @ x if call == "average" else x
+    assert (np.stack(ranks(n)(interleaved, same_host)) == x).all()
+
+
 @with_world
 def exchanged(world, dtype, kind):
     """Return what each neighbour sent, a sum with given weights, and the sum over all nodes."""

@@ -604,6 +604,27 @@ def test_parameters_that_are_unfrozen_join_the_exchange(ranks, algorithm):
         assert np.abs(end - end.mean(0)).max() < 1e-5  # also what was frozen
 
 
+@with_world
+def unfrozen_within_a_phase(world):
+    """Phases of defacto on three nodes have two local steps and two rounds."""
+    model = make(world.rank)
+    model[0].requires_grad_(False)
+    inner = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    optimizer = mpigossip.Gossip(world, model, inner, "defacto")
+    first = gather_parameters(world, model)
+    train(optimizer, model, world.rank, range(3))
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": model[0].parameters()})
+    train(optimizer, model, world.rank, range(3, 7))
+    return first.numpy(), gather_parameters(world, model).numpy()
+
+
+def test_the_next_phase_is_exact_if_parameters_are_unfrozen_within_a_phase(ranks):
+    for first, models in ranks(N)(unfrozen_within_a_phase):
+        assert np.abs(models - models[0]).max() < 1e-6
+        assert np.abs(models - first).max() > 1e-3
+
+
 def test_frozen_parameters_are_counted_and_reported_once(capsys):
     for _ in range(2):
         model = make()
@@ -687,15 +708,15 @@ def test_fragments_name_the_modules_that_are_unfrozen_later():
     assert not torch.equal(values(model)[35:], before[35:])
 
 
-def test_master_weights_stay_when_other_parameters_are_unfrozen():
+@on_each("algorithm", ["dsgd", "d2"])
+def test_master_weights_stay_when_other_parameters_are_unfrozen(algorithm):
     """The model makes ten updates of 1e-3 at 1, each of which bfloat16 would round away."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1)).bfloat16()
     model[1].requires_grad_(False)
     with torch.no_grad():
         model[0].weight.fill_(1.0)
-    optimizer = mpigossip.Gossip(
-        SingleProcess(), model, torch.optim.SGD(model.parameters(), lr=1.0)
-    )
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = mpigossip.Gossip(SingleProcess(), model, inner, algorithm)
     for step in range(10):
         if step == 5:
             model[1].requires_grad_(True)

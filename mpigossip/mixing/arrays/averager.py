@@ -324,6 +324,8 @@ class Averager:
         own = self._form.flatten(x)
         sources = [int(j) for j in self.graph.neighbours(self.round, rank)[0]]
         received = {j: torch.empty_like(own) for j in sources}
+        if self._mixer is not None:
+            self._mixer.skip(self.round)
         if self._world.comm is not None:
             from mpigossip.mixing.exact_average import swap_by_messages  # needs MPI
 

@@ -105,6 +105,13 @@ class Transport:
         :param coming: plan of round t + 2, which uses the same buffers
         """
 
+    def skip(self, r: RoundState, coming: RoundPlan) -> None:
+        """Leave out a round, so that the next one may follow; the main thread calls this.
+
+        :param r: state of the round, which has not begun
+        :param coming: plan of round t + 2, which uses the same buffers
+        """
+
     def swap(self, out: ByRank, into: ByRank) -> float:
         """Send arrays to other ranks, receive theirs, and return the seconds waited.
 
