@@ -300,7 +300,7 @@ def test_masked_arrays_are_rejected():
 def test_wrong_weights_and_missing_arrays_raise_messages():
     """The value, and in messages about weights the ranks that may have one, must be named."""
     x = np.ones(3)
-    whole = np.ones(3, np.int64)
+    ones = np.ones(3, np.int64)
     nan, inf = float("nan"), float("inf")
     with pytest.raises(JobError, match=naming("Averager", "NoneType", "mpigossip.world()")):
         mpigossip.Averager(None, "ring", like=x)
@@ -309,7 +309,7 @@ def test_wrong_weights_and_missing_arrays_raise_messages():
         for call in (averager.average, averager.start, averager.exchange, averager.mean):
             with pytest.raises(JobError, match=naming(call.__name__, "NoneType", "float64")):
                 call(None)
-        for weights, named in [
+        for weights, fragments in [
             ([0.5, 0.5], ("list", "[0]")),
             ([0], ("list", "[0]")),
             (0.5, ("float", "[0]")),
@@ -323,15 +323,15 @@ def test_wrong_weights_and_missing_arrays_raise_messages():
             ({0: inf}, ("rank 0", "inf", "finite")),
             ({0: np.ones(2)}, ("rank 0", "finite")),
         ]:
-            with pytest.raises(JobError, match=naming("average", *named)):
+            with pytest.raises(JobError, match=naming("average", *fragments)):
                 averager.average(x, weights=weights)
         assert averager.round == 0  # a rejected call is no round
         for weight in (2, np.float32(2), torch.tensor(2), True + 1):
             assert (averager.average(x, weights={np.int64(0): weight}) == 2).all()
-        integers = mpigossip.Averager(world, "ring", like=whole)
+        integers = mpigossip.Averager(world, "ring", like=ones)
         for weight in (2**62 + 1, 2**64 + 5, -(2**63) - 1):
             wrapped = (weight + 2**63) % 2**64 - 2**63
-            assert (integers.average(whole, weights={0: weight}) == wrapped).all()
+            assert (integers.average(ones, weights={0: weight}) == wrapped).all()
 
 
 @with_world
