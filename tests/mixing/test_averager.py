@@ -18,6 +18,7 @@ from mpigossip.mixing.kernels import native
 from mpigossip.mixing.simulated import Simulated
 from tests.cases import catching, naming, some, with_world
 from tests.launch import REPO
+from tests.mixing.averager_operations import random_averages
 
 SHAPE = (3, 5, 2)
 ROUNDS = 6
@@ -381,3 +382,26 @@ def test_neighbours_arrays_given_weights_and_small_types(ranks, dtype, kind):
             assert np.abs(arrays[4] - x.mean(0)).max() < 2**-6
         else:
             assert (arrays[3] == x.sum(0)).all()
+
+
+@with_world
+def random_calls(world, *arguments):
+    return random_averages(world, *arguments)
+
+
+@pytest.mark.both
+@pytest.mark.parametrize(("n", "name"), some(
+    [(2, "ring"), (3, "one-peer-exponential"), (4, "exponential"), (6, "ring")],
+    [(3, "one-peer-exponential")],
+))  # fmt: skip
+def test_random_calls_have_the_results_of_their_formulas(ranks, n, name):
+    """The lab makes 10,000 calls of each rank."""
+    assert sum(ranks(n)(random_calls, name, 150, 129, timeout=120), []) == []
+
+
+def test_a_wrong_result_of_a_random_call_is_noticed(monkeypatch):
+    mean = mpigossip.Averager.mean
+    monkeypatch.setattr(mpigossip.Averager, "mean", lambda *arguments: mean(*arguments) + 1e-9)
+    with SingleProcess() as world:
+        sentences = random_averages(world, "ring", 60, 5)
+    assert sentences and all("mean, rank 0" in sentence for sentence in sentences)
