@@ -450,7 +450,9 @@ def qsr(
 
     where η is the learning rate of the first step of a period and H its number of steps. The last
     step of a period exchanges, and so does the last step of the run. The learning rate is the same
-    on all nodes, and so is H, without a message.
+    on all nodes, and so is H, without a message. In a custom loop, all ranks have to use the same
+    schedule of the rate: otherwise, they exchange at different steps and wait for each other until
+    the time limit.
 
     The first period has H₀ steps. A period in which the learning rate rises ends after H₀ steps, or
     with the next step if it is longer already. H is therefore not long in a warm-up, which begins

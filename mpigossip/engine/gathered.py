@@ -68,6 +68,10 @@ class Gathered(Mixer):
         self.staleness = self._inner.staleness
 
     @property
+    def sent_layout(self) -> MessageLayout:
+        return self._inner.layout
+
+    @property
     def exchange_seconds(self) -> float:
         return self._inner.exchange_seconds
 

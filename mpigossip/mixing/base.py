@@ -208,6 +208,11 @@ class Mixer:
         self._waited = 0.0
 
     @property
+    def sent_layout(self) -> Any:
+        """Layout of the messages that this process sends: ``layout``, or the layout of its shard."""
+        return self.layout
+
+    @property
     def exchange_seconds(self) -> float:
         """Seconds that exchanges have taken so far in a separate thread; 0 if there is no thread.
 

@@ -409,8 +409,8 @@ class Gossip(torch.optim.Optimizer):
             self._stale.watch(p for group in self.param_groups for p in group["params"])
         if self._loaded is not None:
             local_layout = self.vector.local_layout
-            states.check_method(self._world, self._loaded, self.engine, local_layout)
             name = self._job.algorithm.name
+            states.check_method(self._world, self._loaded, self.engine, local_layout, name)
             states.check_origin(self._node.world, self._loaded, self.engine, name)
             self._node.restart_exchanges()
             state = self._loaded
@@ -474,7 +474,8 @@ class Gossip(torch.optim.Optimizer):
         entry = self._loaded
         if entry is None and self._node.laid_out:
             self._node.edits.collect(self.vector)
-            entry = states.state(self.engine, self.vector, self._node.world) | {
+            name = self._job.algorithm.name
+            entry = states.state(self.engine, self.vector, self._node.world, name) | {
                 "optimizer": optimizer_name(self._inner)
             }
         state = self._inner.state_dict() | {"gossip": entry}

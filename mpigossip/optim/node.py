@@ -145,20 +145,20 @@ class LoopNode:
         # An asynchronous mixer has nothing to do if there are no other nodes.
         mixer = "synchronous" if self.world.comm is None else node.mixer
 
-        def open_mixer(layout: MessageLayout) -> Mixer:
-            return self.parts.open_mixer(nodes.inter_node, layout, mixer)
+        def gather(layout: MessageLayout, make: Callable[[MessageLayout], Mixer]) -> Mixer:
+            return Gathered(layout, self.group, make)
 
         if self.sharded and nodes.per_node > 1:
             from mpigossip.groups.ranks import NeverGathered  # this import needs MPI
 
-            self.mixer = open_mixer(self.parts.layout)
+            self.mixer = self.parts.open_mixer(nodes.inter_node, mixer=mixer)
             self.group = NeverGathered(single, nodes.intra_node)
         elif nodes.per_node == 1:
-            self.mixer = open_mixer(self.parts.layout)
+            self.mixer = self.parts.open_mixer(nodes.inter_node, mixer=mixer)
         else:
             threads = torch.get_num_threads()
             self.group = make_group((self._device,), threads, True, node.timeout_s, self.world)
-            self.mixer = Gathered(self.parts.layout, self.group, open_mixer)
+            self.mixer = self.parts.open_mixer(nodes.inter_node, mixer=mixer, wrap=gather)
         self._segments: Group = self.group if self.sharded else single
 
     def _adapt(

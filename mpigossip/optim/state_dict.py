@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpigossip.algorithms.methods import BUILDERS, same_state
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
 from mpigossip.config.readable import pluralize, print_note_once
@@ -20,15 +21,17 @@ ORIGIN = ("node", "nodes", "local_rank")
 """Keys that identify the rank that saved a state; earlier versions did not write them."""
 
 
-def state(engine: Engine, vector: ModuleParameters, world: World) -> dict[str, Any]:
+def state(engine: Engine, vector: ModuleParameters, world: World, algorithm: str) -> dict[str, Any]:
     """Return the entry as tensors and plain values, so that torch.save can write it.
 
     :param engine: engine with the algorithm's state and counters
     :param vector: flat parameters of the model
     :param world: all ranks
+    :param algorithm: name of the algorithm
     """
     flat = vector.local_layout
     return origin(world) | {
+        "algorithm": algorithm,
         "names": list(flat.names),
         "shapes": [list(shape) for shape in flat.shapes],
         "model": torch.from_numpy(join_row(vector.x, 0, flat)),
@@ -108,6 +111,8 @@ def _check(state: Any, flat: ParameterLayout) -> None:
         _array("model", model, flat.count)
         for name, array in arrays.items():
             _array(name, array, array.numel(), array.dtype)
+        if not isinstance(state.get("algorithm", ""), str):
+            raise TypeError("algorithm is no text")
         for name in ("index", "born", "round", "bytes_sent"):
             counter(numbers[name], name, MOST)
         for name in ORIGIN:
@@ -152,16 +157,29 @@ def check_step(world: World, entry: dict[str, Any] | None) -> None:
 
 
 def check_method(
-    world: World, state: dict[str, Any], engine: Engine, flat: ParameterLayout
+    world: World, state: dict[str, Any], engine: Engine, flat: ParameterLayout, algorithm: str
 ) -> None:
     """Raise JobError on all nodes if a state has another algorithm or cadence; collective.
+
+    Algorithms such as "diloco" and "slowmo" have states with the same names and shapes, but with
+    another meaning. They are told apart by the name in the state, which earlier versions did not
+    write.
 
     :param world: all nodes
     :param state: a :func:`state`
     :param engine: engine of the algorithm and cadence that the state should have
     :param flat: layout of the parameters in this process
+    :param algorithm: name of the engine's algorithm
     """
     with world.raise_together(JobError):
+        saved = state.get("algorithm", algorithm)
+        are_known = saved in BUILDERS and algorithm in BUILDERS
+        if are_known and not same_state(saved, algorithm):
+            raise JobError(
+                f'load_state_dict: the state belongs to the algorithm "{saved}", and this Gossip '
+                f'has algorithm = "{algorithm}": pass algorithm = "{saved}", or remove the entry '
+                '"gossip" from the state, which resets the algorithm, and load the model itself'
+            )
         packed = {name: without_padding(a, flat) for name, a in state["arrays"].items()}
         arrays = {name: (a.shape, a.dtype) for name, a in packed.items()}
         expected_arrays = _arrays(engine, flat)

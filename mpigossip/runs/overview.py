@@ -203,7 +203,7 @@ def _traffic(engine: Engine, graph: Graph, world: World) -> str:
     """
     n = graph.n
     mixer = engine.mixer
-    layout = mixer.layout
+    layout = mixer.sent_layout
     waits = mixer.synchronous
     if n == 1:
         return "none"
@@ -257,7 +257,7 @@ def _state(engine: Engine, graph: Graph, per_node: int) -> str:
     texts = []
     for name, period in averages.periods.items():
         mixer = engine.mixer.state_mixers[name]
-        nbytes = mixer.layout.sent_bytes
+        nbytes = mixer.sent_layout.sent_bytes
         rounds = range(min(graph.period or ROUNDS, ROUNDS))
         node = mixer.local_nodes[0]
         sent = [bytes_per_exchange(graph, averages.kind, t, node, nbytes) for t in rounds]

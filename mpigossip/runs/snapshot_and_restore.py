@@ -30,6 +30,8 @@ from mpigossip.store.manifest import MOST
 
 COUNTERS = {"index", "born", "round", "shift", "seconds", "bytes_sent"}
 """Names of the counters that every checkpoint of a run contains."""
+CADENCE = "cadence/"
+"""Beginning of the names of numbers that are the state of the cadence."""
 PIECE = 1 << 27
 """Number of bytes of an average that rank 0 broadcasts at a time."""
 AVERAGED = {"momentum", "first", "second"}
@@ -324,7 +326,8 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
     If the state of the algorithm consists only of means of gradients (see `AVERAGED`) that ``mean``
     contains, it is set to its average; otherwise, it is reset, and so is the state of the cadence.
     In the former case, the saved state of the cadence is restored, if it has the same names and a
-    step was made since it was initialized. The graph starts again at round 0.
+    step was made since it was initialized. The graph starts again at round 0. The messages name all
+    that is averaged, dropped or reset.
 
     :param node: the local nodes
     :param mean: averaged arrays by name, and the numbers "bytes_sent" and, unless the checkpoint
@@ -354,13 +357,18 @@ def from_mean(node: Node, mean: Mapping[str, Any], numbers: Mapping[str, Number]
     if averaged and names:
         messages.append(f"averaged: {', '.join(names)}")
     dropped = [n.removeprefix("state/") for n in mean if n.startswith("state/")]
-    if averaged and (lost := [name for name in dropped if name not in names]):
+    cadence = [name for name in numbers if name.startswith(CADENCE)]
+    same_cadence = _same_cadence(numbers, engine)
+    lost = [name for name in dropped if name not in names] + cadence * (not same_cadence)
+    if averaged and lost:
         messages.append(f"dropped: {', '.join(lost)}")
     if not averaged:
         engine.restart()
+        dropped += cadence
+        names += [f"{CADENCE}{name}" for name in engine.cadence_state._fields]
         messages.append(f"dropped: {', '.join(dropped) or 'nothing'}, reset: {', '.join(names)}")
     # If the state was reset at this very step, the cadence has not advanced since: keep it initial.
-    elif engine.state_start < engine.index and _same_cadence(numbers, engine):
+    elif engine.state_start < engine.index and same_cadence:
         engine.restore_cadence(numbers)
     engine.round = 0
     engine.mixer.bytes_sent[:] = [_counted(node, mean["bytes_sent"])] * len(rows)
@@ -438,5 +446,5 @@ def _same_method(saved: NodeState, engine: Engine) -> bool:
 
 
 def _same_cadence(numbers: Mapping[str, Number], engine: Engine) -> bool:
-    was = {name for name in numbers if name.startswith("cadence/")}
-    return was == {f"cadence/{name}" for name in engine.cadence_state._fields}
+    was = {name for name in numbers if name.startswith(CADENCE)}
+    return was == {f"{CADENCE}{name}" for name in engine.cadence_state._fields}

@@ -4,7 +4,7 @@ Jobs, custom loops, ``plan``, ``--dry-run`` and studies use this object; mixer a
 from it.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,6 +37,11 @@ EMPTY = ParameterLayout((), (), (), (), size=0, decayed=0, slots=1)
 """Parameter layout that stands for a model that does not exist yet."""
 
 
+def _unwrapped(layout: MessageLayout, make: Callable[[MessageLayout], Mixer]) -> Mixer:
+    """Return the mixer of the layout itself, see ``wrap`` of :meth:`JobParts.open_mixer`."""
+    return make(layout)
+
+
 @dataclass(frozen=True)
 class JobParts:
     """Graph, algorithms, cadence and message layout of a job.
@@ -63,7 +68,11 @@ class JobParts:
         return self.methods[0]
 
     def open_mixer(
-        self, world: World, layout: MessageLayout | None = None, mixer: str | None = None
+        self,
+        world: World,
+        layout: MessageLayout | None = None,
+        mixer: str | None = None,
+        wrap: Callable[[MessageLayout, Callable[[MessageLayout], Mixer]], Mixer] = _unwrapped,
     ) -> Mixer:
         """Return a new mixer, which exchanges messages between the ranks of ``world``; collective.
 
@@ -72,6 +81,9 @@ class JobParts:
         :param world: world with one rank for each node
         :param layout: message layout; None: the layout of the job
         :param mixer: value of `node.mixer`; None: the value in the job
+        :param wrap: function (layout, make) that returns a mixer of this layout. It may open a
+            mixer of another layout by ``make(other)``, and return an object that uses it. It is
+            called for the model, and for each array of the local step that is averaged
         """
         job = self.job
         node = self.job.node
@@ -95,9 +107,10 @@ class JobParts:
             timeout_s=node.timeout_s,
             ages=faults.ages,
         )
-        opened = open_for(graph, layout or self.layout)
+        opened = wrap(layout or self.layout, partial(open_for, graph))
         opened.state_mixers = {
-            name: open_for(self.graph, self.state_layout) for name in job.algorithm.average_state
+            name: wrap(self.state_layout, partial(open_for, self.graph))
+            for name in job.algorithm.average_state
         }
         return opened
 

@@ -1102,12 +1102,6 @@ CUSTOM_LOOP: Table[CustomLoop] = (
     ),
     (
         Rule(
-            lambda loop: loop.world.nodes.per_node > 1 and _averages_state(loop.parts),
-            "{setting}: is not supported if a node has several ranks: use ranks_per_node = 1",
-        ),
-    ),
-    (
-        Rule(
             lambda loop: loop.world.nodes.per_node > 1 and loop.job.run.survive,
             "survive = True: if a node has several ranks, the shard of a failed rank is lost, and "
             "its node can't continue: use ranks_per_node = 1, or remove survive and resume from a "

@@ -9,11 +9,14 @@ from torch import nn
 
 import mpigossip
 from mpigossip.algorithms import Step, cadence
+from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
 from mpigossip.mixing.base import ExchangeKind
+from mpigossip.runs import start_and_resume
 from mpigossip.training import assemble
 from tests.battery import Double, Driver, take_over
 from tests.cases import naming, on_each, with_world
+from tests.jobs import train
 
 STEPS = 40
 ALPHA = 0.25
@@ -150,6 +153,39 @@ def test_ranks_equal_the_simulator_to_the_last_bit(ranks, n):
     for settings in (GLOBAL, GOSSIP, ADAM):
         got = np.concatenate(ranks(n)(on_ranks, settings))
         assert (got == Falling(settings, n, noise=0.1).run(STEPS).whole().numpy()).all()
+
+
+SAVED = "dropped: cadence/period, cadence/since, cadence/rate"
+
+
+@on_each(("saved", "resumed", "message"), [
+    ("local.name=sgd", "cadence.name=every", SAVED),
+    ("local.name=adamw", "cadence.name=cpsgd", SAVED),
+    ("local.name=adamw", "algorithm.name=diloco", "reset: anchor"),
+    ("local.name=adamw", "cadence.alpha=0.3", ""),
+])  # fmt: skip
+def test_a_resume_with_another_cadence_names_the_state_that_is_dropped(
+    saved, resumed, message, tmp_path_factory, capsys
+):
+    folder = tmp_path_factory.mktemp("run") / "run"
+    job = {
+        "run": {"steps": 6, "evaluate_every": 0, "output": str(folder)},
+        "data": {"source": "digits", "batch": 4, "workers": 0},
+        "algorithm": {"name": "dsgd"},
+        "cadence": {"name": "qsr", "period": 4},
+        "model": {"name": "mlp"},
+    }
+    train(assemble.load(job, [saved]), 3)
+    capsys.readouterr()
+    with SingleProcess() as world:
+        start_and_resume.resume(folder, ["run.steps=8", resumed], world, None)
+    printed = "".join(capsys.readouterr())
+    assert ("exact average" in printed) == bool(message)
+    assert message in printed
+    if message.startswith("reset"):  # the cadence of the old and the new job is "qsr"
+        dropped, _, reset = printed.partition("reset: ")
+        assert SAVED.removeprefix("dropped: ") in dropped
+        assert SAVED.removeprefix("dropped: ") in reset
 
 
 @with_world

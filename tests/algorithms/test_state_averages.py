@@ -7,9 +7,11 @@ from torch import nn
 
 import mpigossip
 from mpigossip.cluster.world import SingleProcess
-from mpigossip.config import JobError
+from mpigossip.config import JobError, NodeSection
 from mpigossip.config.errors import NonFiniteError
+from mpigossip.config.readable import format_bytes
 from mpigossip.engine.state_averages import local_arrays
+from mpigossip.runs.overview import between
 from mpigossip.training import assemble
 from mpigossip.training.parts import make_graph, make_parts
 from mpigossip.training.rules import state_warning
@@ -100,6 +102,16 @@ def test_bytes_are_counted_and_planned():
     exchanges = 24 // 4 + 24 // 6
     vector = 4 * FLAT.size
     assert averaged.mixer.bytes_sent[0] == plain.mixer.bytes_sent[0] + exchanges * vector
+
+
+def test_the_first_lines_of_a_run_name_the_bytes_of_each_array():
+    """A node sends two messages per round on the ring, and 2 (n − 1)/n for a global average."""
+    for settings, messages in ((f"{BOTH} graph.name=ring", 2), (EXACT, 1.5)):
+        driver = Driver(settings, 4)
+        lines = dict(between(driver, driver.graph, NodeSection(), SingleProcess()))
+        nbytes = format_bytes(messages * 4 * FLAT.size)
+        text = f"{nbytes} every 4 steps for second, {nbytes} every 6 steps for first"
+        assert text in lines["traffic"]
 
 
 def on_ranks(comm):

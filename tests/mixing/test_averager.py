@@ -18,6 +18,7 @@ from mpigossip.mixing.kernels import native
 from mpigossip.mixing.simulated import Simulated
 from tests.cases import catching, naming, some, with_world
 from tests.launch import REPO
+from tests.mixing.averager_operations import random_averages
 
 SHAPE = (3, 5, 2)
 ROUNDS = 6
@@ -300,7 +301,7 @@ def test_masked_arrays_are_rejected():
 def test_wrong_weights_and_missing_arrays_raise_messages():
     """The value, and in messages about weights the ranks that may have one, must be named."""
     x = np.ones(3)
-    whole = np.ones(3, np.int64)
+    ones = np.ones(3, np.int64)
     nan, inf = float("nan"), float("inf")
     with pytest.raises(JobError, match=naming("Averager", "NoneType", "mpigossip.world()")):
         mpigossip.Averager(None, "ring", like=x)
@@ -309,7 +310,7 @@ def test_wrong_weights_and_missing_arrays_raise_messages():
         for call in (averager.average, averager.start, averager.exchange, averager.mean):
             with pytest.raises(JobError, match=naming(call.__name__, "NoneType", "float64")):
                 call(None)
-        for weights, named in [
+        for weights, fragments in [
             ([0.5, 0.5], ("list", "[0]")),
             ([0], ("list", "[0]")),
             (0.5, ("float", "[0]")),
@@ -323,15 +324,15 @@ def test_wrong_weights_and_missing_arrays_raise_messages():
             ({0: inf}, ("rank 0", "inf", "finite")),
             ({0: np.ones(2)}, ("rank 0", "finite")),
         ]:
-            with pytest.raises(JobError, match=naming("average", *named)):
+            with pytest.raises(JobError, match=naming("average", *fragments)):
                 averager.average(x, weights=weights)
         assert averager.round == 0  # a rejected call is no round
         for weight in (2, np.float32(2), torch.tensor(2), True + 1):
             assert (averager.average(x, weights={np.int64(0): weight}) == 2).all()
-        integers = mpigossip.Averager(world, "ring", like=whole)
+        integers = mpigossip.Averager(world, "ring", like=ones)
         for weight in (2**62 + 1, 2**64 + 5, -(2**63) - 1):
             wrapped = (weight + 2**63) % 2**64 - 2**63
-            assert (integers.average(whole, weights={0: weight}) == wrapped).all()
+            assert (integers.average(ones, weights={0: weight}) == wrapped).all()
 
 
 CALLS = "exchange average exchange average average weights average average average exchange"
@@ -409,3 +410,26 @@ def test_neighbours_arrays_given_weights_and_small_types(ranks, dtype, kind):
             assert np.abs(arrays[4] - x.mean(0)).max() < 2**-6
         else:
             assert (arrays[3] == x.sum(0)).all()
+
+
+@with_world
+def random_calls(world, *arguments):
+    return random_averages(world, *arguments)
+
+
+@pytest.mark.both
+@pytest.mark.parametrize(("n", "name"), some(
+    [(2, "ring"), (3, "one-peer-exponential"), (4, "exponential"), (6, "ring")],
+    [(3, "one-peer-exponential")],
+))  # fmt: skip
+def test_random_calls_have_the_results_of_their_formulas(ranks, n, name):
+    """The lab makes 10,000 calls of each rank."""
+    assert sum(ranks(n)(random_calls, name, 150, 129, timeout=120), []) == []
+
+
+def test_a_wrong_result_of_a_random_call_is_noticed(monkeypatch):
+    mean = mpigossip.Averager.mean
+    monkeypatch.setattr(mpigossip.Averager, "mean", lambda *arguments: mean(*arguments) + 1e-9)
+    with SingleProcess() as world:
+        sentences = random_averages(world, "ring", 60, 5)
+    assert sentences and all("mean, rank 0" in sentence for sentence in sentences)

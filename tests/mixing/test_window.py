@@ -281,8 +281,8 @@ def test_wrong_weights_ranks_and_rounds_raise_messages():
             with pytest.raises(JobError, match=naming("get", f"ranks = {ranks!r}", "list")):
                 window.get(ranks)
         assert window.get(iter([])) == {} and (window.update(x) == 1).all()
-        whole = mpigossip.Window(world, "ring", like=np.ones(3, np.int64))
-        result = whole.update(np.ones(3, np.int64), {0: 2**62 + 1})
+        integers = mpigossip.Window(world, "ring", like=np.ones(3, np.int64))
+        result = integers.update(np.ones(3, np.int64), {0: 2**62 + 1})
         assert (result == 2**62 + 1).all()
 
 

@@ -168,7 +168,7 @@ def simulated(job, graph, models, optimizers, steps: int, backward) -> None:
     from mpigossip.cluster.world import SingleProcess
     from mpigossip.engine.module import ModuleParameters
     from mpigossip.groups.base import Single
-    from mpigossip.optim.inner import decay, local_step_from_optimizers
+    from mpigossip.optim.inner import OptimizerState, decay, local_step_from_optimizers
     from mpigossip.training.parts import make_parts
 
     vector = ModuleParameters(models)
@@ -176,7 +176,8 @@ def simulated(job, graph, models, optimizers, steps: int, backward) -> None:
     parts = make_parts(job, graph, vector.flat, devices=("cpu",), local=local)
     with torch.no_grad():
         vector.x[0][1:] = vector.x[0][:1]  # all nodes begin with the model of node 0
-    engine = parts.make_engine(parts.open_mixer(SingleProcess()), Single(), vector, 0)
+    arrays = OptimizerState(vector, optimizers)
+    engine = parts.make_engine(parts.open_mixer(SingleProcess()), Single(), vector, 0, arrays)
     decayed = () if takes_local(job.algorithm.name) else optimizers
     for step in range(steps):
         for node, model in enumerate(models):

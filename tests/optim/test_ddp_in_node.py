@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mpigossip.config import JobError
+from mpigossip.config.readable import format_bytes
 from tests.cases import every, naming, with_world
 
 STEPS = 6
@@ -22,6 +23,8 @@ SETTINGS = [
     dict(algorithm="gossip-pga", period=2),
     dict(algorithm="sgp", graph="exponential", weights="push"),
     dict(algorithm="dmsgd"),
+    dict(algorithm="dsgd", graph="ring", average_state={"exp_avg_sq": 2, "exp_avg": 3}),
+    dict(algorithm="diloco", period=2, average_state={"exp_avg_sq": 3}),
 ]
 
 
@@ -101,6 +104,34 @@ def test_ddp_inside_the_node_is_bitwise_identical_to_one_rank_per_node(ranks, n,
             assert (parameters == wanted).all(), settings
             # Each of the two ranks sends its shard: two of the four buckets of the model.
             assert sent * PER == pytest.approx(all_sent, rel=0.02), settings
+
+
+@with_world(per=PER, timeout_s=30)
+def traffic(world):
+    """Return the line of the overview about the bytes that a node sends."""
+    from mpigossip.optim.gossip import Gossip
+    from mpigossip.runs import overview
+
+    model = network(0)
+    parallel = DistributedDataParallel(model, process_group=world.node_group())
+    optimizer = Gossip(
+        world, parallel, torch.optim.AdamW(model.parameters()), average_state={"exp_avg_sq": 2}
+    )
+    nn.functional.mse_loss(parallel(torch.ones(2, 20)), torch.ones(2, 5)).backward()
+    optimizer.step()
+    node = optimizer._node
+    lines = dict(overview.between(node.engine, node.graph, node.job.node, world))
+    optimizer.close()
+    return lines["traffic"]
+
+
+def test_the_overview_counts_the_shard_of_each_rank_once(ranks):
+    """The model has 1,565 parameters, which are sent in two shards of 1,024 elements."""
+    sent = format_bytes(2 * 1024 * 4)
+    for text in ranks(4)(traffic):
+        assert text.startswith(f"{sent} per node and step (1 vector)"), text
+        assert f", and {sent} every 2 steps for exp_avg_sq" in text
+        assert text.endswith(f"all-reduce would send {sent}")
 
 
 @with_world(per=PER, timeout_s=30)

@@ -27,6 +27,7 @@ EQUAL = [  # Opening a case takes four ranks half a second, and its steps take l
     Case("dsgt", RING, steps=4),
     Case("dsgd", (("style", "awc"),), steps=4),
     Case(steps=4, bf16=True),
+    Case("dsgd", (*RING, ("average_state", {"exp_avg_sq": 2, "exp_avg": 3})), steps=4),
 ]
 MORE = [
     Case(steps=4, copies=True),

@@ -188,6 +188,7 @@ FORGED = {
     "a text": (number("born", "1"), ("born = 1", "0")),
     "a negative node": (set_entry("node", -1), ("node = -1", "0")),
     "a node by name": (set_entry("node", "first"), ("node = first", "0")),
+    "an algorithm by number": (set_entry("algorithm", 5), NONE),
     "endless": (number("bytes_sent", 1 << 70), (f"bytes_sent = {1 << 70}", "0")),
 }
 LATER = {
@@ -246,6 +247,24 @@ def make_gossip(optimizer, change=None, state=None, **options):
         gossip.load_state_dict(copy.deepcopy(state))
     train(model, gossip, 1)
     return gossip
+
+
+@on_each(("saved", "other", "fits"), [
+    ("diloco", "slowmo", False),
+    ("slowmo", "noloco", False),
+    ("noloco", "gasloc", False),
+    ("dsgd", "cpsgd", True),
+])  # fmt: skip
+def test_a_state_of_another_algorithm_is_rejected_by_name_if_its_arrays_fit(saved, other, fits):
+    state = make_gossip("SGD", algorithm=saved).state_dict()
+    if fits:
+        make_gossip("SGD", state=state, algorithm=other)
+    else:
+        names = f'"{saved}"', f'algorithm = "{other}"', '"gossip"'
+        with pytest.raises(JobError, match=naming("load_state_dict", *names)):
+            make_gossip("SGD", state=state, algorithm=other)
+    del state["gossip"]["algorithm"]  # as earlier versions saved it
+    make_gossip("SGD", state=state, algorithm=other)
 
 
 def as_earlier_version(state, *keys):
