@@ -67,5 +67,6 @@ def describe_slow_folder(folder_s: float, round_s: float, steps: int) -> str:
     return (
         f"hint (training continues): a round takes {_seconds(round_s)} s, of which "
         f"{_seconds(folder_s)} s are operations of the folder, more than a tenth; with "
-        f"cadence.period = {sensible} or more instead of {steps}, a training in another folder would spend less time on them"
+        f"cadence.period = {sensible} or more instead of {steps}, a training in another folder "
+        "would spend less time on them"
     )
