@@ -233,9 +233,12 @@ def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
         elif np.isfinite(values).any():
             equal_runs.append(run.name)
         elif "consensus_distance" in run.log.evaluations:
-            evaluations = run.log.evaluations
-            positions = axis.at(run, evaluations["step"])
-            axes.plot(positions, evaluations["consensus_distance"], lw=1.5, ms=4, **run.style)
+            tested = run.log.evaluations["consensus_distance"]
+            if np.isfinite(tested).any() and not (tested > 0).any():
+                equal_runs.append(run.name)
+                continue
+            positions = axis.at(run, run.log.evaluations["step"])
+            axes.plot(positions, tested, lw=1.5, ms=4, **run.style)
     if not axes.lines:
         _nothing(axes, "all nodes are equal, except for rounding" if equal_runs else "not measured")
         return

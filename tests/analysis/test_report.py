@@ -20,7 +20,7 @@ from PIL import Image
 
 from mpigossip import cli, config
 from mpigossip.analysis.logged_runs import load, short_names
-from mpigossip.analysis.panels import Axis, members, metric
+from mpigossip.analysis.panels import Axis, consensus, members, metric
 from mpigossip.analysis.plot import figure, plot
 from mpigossip.analysis.report import table, write
 from mpigossip.store import StoreError
@@ -199,6 +199,16 @@ def test_a_place_without_a_step_does_not_hide_the_others(tmp_path):
         axes = Figure().subplots()
         members(axes, training)
         assert [text.get_text() for text in axes.texts] == ["no steps yet"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_equal_nodes_that_are_compared_at_evaluations_only(tmp_path):
+    """A run without a step, or an asynchronous one, measures the distance only at evaluations."""
+    (training,) = load([run(tmp_path / "a", steps=20, consensus=0.0, evaluations=(10, 20))])
+    training.log.steps["consensus_distance"][:] = np.nan
+    axes = Figure().subplots()
+    consensus(axes, [training], Axis("step", lambda run, at: at))
+    assert [text.get_text() for text in axes.texts] == ["all nodes are equal, except for rounding"]
 
 
 def test_joined_logs_of_members_have_their_columns_in_a_fixed_order(tmp_path):
