@@ -366,13 +366,24 @@ def alike(texts: Sequence[str] | None) -> list[Finding]:
     if len(different) < 2:
         return []
     other = (texts or ()).index(different[1])
-    pairs = zip(different[0].split(", "), different[1].split(", "), strict=False)
-    differ = "; ".join(f"{first} and {second}" for first, second in pairs if first != second)
+    first, second = (
+        dict(_named_version(part) for part in each.split(", ")) for each in different[:2]
+    )
+    differ = "; ".join(
+        f"{first.get(name, f'no {name}')} and {second.get(name, f'no {name}')}"
+        for name in dict.fromkeys([*first, *second])
+        if first.get(name) != second.get(name)
+    )
     remedy = (
         f"ranks 0 and {other} have different versions ({differ}): their results differ; use "
         "one environment on all hosts"
     )
     return [Finding("alike", f"{len(different)} environments", "wrong", remedy)]
+
+
+def _named_version(text: str) -> tuple[str, str]:
+    """Return the name of a package and the whole text, given a text such as "numpy 2.1.0"."""
+    return text.partition(" ")[0], text
 
 
 def cores(machines: Sequence[RankReport]) -> Finding:

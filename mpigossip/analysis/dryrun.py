@@ -79,6 +79,8 @@ def launched() -> int | None:
 def _rates(job: Job, n: int, per_step: int, steps: int) -> list[str]:
     """Return lines on the learning rates of the run; [] if the run has no step.
 
+    The schedule covers all epochs, also if `run.steps` ends the run earlier.
+
     :param job: the job
     :param n: number of nodes
     :param per_step: samples per node and step
@@ -87,12 +89,13 @@ def _rates(job: Job, n: int, per_step: int, steps: int) -> list[str]:
     from mpigossip.training.schedule import full_rate, schedule
 
     total = job.run.epochs * steps
-    if not total:
+    made = total if job.run.steps is None else min(total, job.run.steps)
+    if not made:
         return []
     rate = schedule(job.schedule, steps, total, n * per_step)
-    peak = max(rate(k) for k in range(0, total, max(1, total // 1000)))
+    peak = max(rate(k) for k in {*range(0, made, max(1, made // 1000)), made - 1})
     return [
-        *_row("rate", f"first {rate(0):.4g}, largest {peak:.4g}, last {rate(total - 1):.4g}"),
+        *_row("rate", f"first {rate(0):.4g}, largest {peak:.4g}, last {rate(made - 1):.4g}"),
         *_row("", full_rate(job.schedule, n * per_step)[1]),
     ]
 

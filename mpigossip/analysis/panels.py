@@ -233,9 +233,12 @@ def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
         elif np.isfinite(values).any():
             equal_runs.append(run.name)
         elif "consensus_distance" in run.log.evaluations:
-            evaluations = run.log.evaluations
-            positions = axis.at(run, evaluations["step"])
-            axes.plot(positions, evaluations["consensus_distance"], lw=1.5, ms=4, **run.style)
+            tested = run.log.evaluations["consensus_distance"]
+            if np.isfinite(tested).any() and not (tested > 0).any():
+                equal_runs.append(run.name)
+                continue
+            positions = axis.at(run, run.log.evaluations["step"])
+            axes.plot(positions, tested, lw=1.5, ms=4, **run.style)
     if not axes.lines:
         _nothing(axes, "all nodes are equal, except for rounding" if equal_runs else "not measured")
         return
@@ -311,19 +314,25 @@ def staleness(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
 
 
 def members(axes: Axes, run: LoggedRun) -> None:
-    """Draw, for each place of a training of members, the time from its first to its last step."""
+    """Draw, for each place of a training of members, the time from its first to its last step.
+
+    A place without a step has no bar.
+    """
     from matplotlib.ticker import MaxNLocator
 
     _dress(axes, "Members", "place")
     times = run.log.steps["time"]
-    first = np.nanmin(times, axis=0)
-    last = np.nanmax(times, axis=0)
-    begin = first.min()
-    scale, word = (3600, "hours") if last.max() - begin > 7200 else (1, "seconds")
+    if not np.isfinite(times).any():
+        _nothing(axes, "no steps yet")
+        return
+    first = over_nodes(np.nanmin, times.T)
+    last = over_nodes(np.nanmax, times.T)
+    begin = np.nanmin(first)
+    scale, word = (3600, "hours") if np.nanmax(last) - begin > 7200 else (1, "seconds")
     axes.barh(
         range(run.log.nodes),
-        (last - first) / scale,
-        left=(first - begin) / scale,
+        np.nan_to_num(last - first) / scale,
+        left=np.nan_to_num(first - begin) / scale,
         color=run.style["color"],
         height=0.7,
     )

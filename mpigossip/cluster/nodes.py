@@ -179,7 +179,9 @@ def racks(
         return [re.sub(r"\d+\D*$", "", host) or host for host in short]
     if placement == "scheduler":
         return _from_scheduler(scheduler_addresses)
-    return _from_file(Path(placement.removeprefix("file:")), short)
+    # Path.expanduser would raise an error if a user in ~user is not known.
+    path = os.path.expanduser(placement.removeprefix("file:"))  # noqa: PTH111
+    return _from_file(Path(path), short)
 
 
 def _from_scheduler(scheduler_addresses: Sequence[str]) -> list[str]:

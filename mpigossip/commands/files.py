@@ -128,6 +128,7 @@ def _export_log(options) -> None:
 
     log = read(log_of(run_named(options.run_folder)))
     if options.csv:
+        _check_output(options.csv)
         log_export.to_csv(log, options.csv)
     else:
         log_export.to_tensorboard(log, options.tensorboard)
@@ -138,6 +139,7 @@ def _plot(options) -> None:
     from mpigossip.analysis.plot import plot
 
     out = options.out or _default_output(options.runs[0], "log.png")
+    _check_output(out)
     note = plot([run_named(run) for run in options.runs], out)
     print_safe(out)
     if note:
@@ -148,8 +150,25 @@ def _report(options) -> None:
     from mpigossip.analysis.report import write
 
     out = options.html or _default_output(options.runs[0], "report.html")
+    _check_output(out)
     write([run_named(run) for run in options.runs], out)
     print_safe(out)
+
+
+def _check_output(out: Path) -> None:
+    """Check that an output file would not replace a log or another HDF5 file.
+
+    :raises StoreError: if ``out`` is an HDF5 file
+    """
+    import h5py
+
+    from mpigossip.store import StoreError
+
+    if out.is_file() and h5py.is_hdf5(out):
+        raise StoreError(
+            f'"{out}" is an HDF5 file, such as a log, which the output would replace; give another '
+            "name"
+        )
 
 
 def _default_output(run: Path, name: str) -> Path:

@@ -110,18 +110,22 @@ class Datasets(JobData):
     def train_labels(self) -> np.ndarray:  # type: ignore[override]
         """Labels of the training samples, which are read from the dataset's attribute `targets`.
 
-        The datasets of torchvision have this attribute. If it is missing or does not have one entry
+        The datasets of torchvision have this attribute. If it is missing or does not have one value
         for each sample, the labels are zeros if `data.partition` is "shuffled"; any other partition
         raises JobError.
         """
         targets = getattr(self.train, "targets", None)
         if targets is not None and len(targets) == self.train_size:
-            return np.asarray(targets)
+            # Lists of different lengths are no array.
+            with contextlib.suppress(ValueError):
+                labels = np.asarray(targets)
+                if labels.ndim == 1:
+                    return labels
         if self.section.partition != "shuffled":
             raise data_error(
                 self.name,
                 f'data.partition = "{self.section.partition}" needs labels, and its "train" has '
-                'no attribute `targets` (one number for each sample); add it, or use "shuffled"',
+                'no attribute `targets` with one number for each sample; add it, or use "shuffled"',
             )
         return np.zeros(self.train_size, np.int64)
 

@@ -243,6 +243,7 @@ def from_file(path: str | Path) -> Graph:
     """
     path = Path(path)
     name = f"file:{path}"
+    path = Path(os.path.expanduser(path))  # noqa: PTH111  Path.expanduser raises if ~user is unknown
     if path.suffix in NETWORKX:
         return from_networkx(_network(path), name=name)
     if path.suffix != ".json":

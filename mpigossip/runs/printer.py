@@ -195,7 +195,7 @@ class Printer(Hook):
         return [
             ("epoch", f"{progress.epoch(step):.2f}"),
             ("step", f"{step}"),
-            ("rate", f"{self._lr:.{'3g' if self._lr >= 1e-3 else '1e'}}".replace("e-0", "e-")),
+            ("rate", _format_rate(self._lr)),
             ("train loss", number(sum(losses) / len(losses)) if losses else "–"),
             ("test loss", number(result.loss)),
             *metrics[:1],
@@ -237,6 +237,13 @@ class Printer(Hook):
         except OSError as error:
             self._enabled = False
             silenced(error)
+
+
+def _format_rate(rate: float) -> str:
+    """Format a learning rate for the table of evaluations; before the first step, it is NaN."""
+    if rate != rate:
+        return "–"
+    return f"{rate:.{'3g' if rate >= 1e-3 else '1e'}}".replace("e-0", "e-")
 
 
 def print_line(text: str) -> None:

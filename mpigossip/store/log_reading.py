@@ -124,7 +124,7 @@ def _join_members(logs: list[Log]) -> Log:
     row_steps = [np.nan_to_num(rows).astype(np.int64) for rows in row_steps]
     step = np.unique(np.concatenate(row_steps))
     steps: dict[str, np.ndarray] = {"step": step}
-    for name in last.steps.keys() - {"step"}:
+    for name in sorted(last.steps.keys() - {"step"}):
         steps[name] = np.full((len(step), len(logs)), np.nan)
         for member, log in enumerate(logs):
             if name in log.steps:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from mpigossip.config import ClockSection, JobError
+from mpigossip.config.structure import structure
 from mpigossip.config.toml import near
 from mpigossip.store.hdf5 import replacing
 
@@ -103,6 +106,10 @@ def fit_all_reduce(
     return latency_s, share / seconds_per_byte
 
 
+POSITIVE = ("bandwidth", "global_bandwidth", "combine_rate")
+"""Rates of a machine by which bytes are divided."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """Durations and rates of one node.
@@ -170,7 +177,7 @@ def named(section: ClockSection) -> Machine:
     Other settings of the section replace values of this machine.
 
     :param section: section `[clock]`, whose ``network`` is the name of a known network, or a file
-        that :meth:`Machine.save` wrote
+        that :meth:`Machine.save` wrote; `~` in its path is expanded
     :raises JobError: if a required setting is missing or the file can't be read
     """
     name = section.network
@@ -194,8 +201,14 @@ def _read(name: str) -> Machine:
     :param name: path of the file, the value of `clock.network`
     :raises JobError: if there is no such file, or it can't be read
     """
+    path = Path(os.path.expanduser(name))  # noqa: PTH111  Path.expanduser raises if ~user is unknown
     try:
-        return Machine(**json.loads(Path(name).read_text("utf-8")))
+        values = json.loads(path.read_text("utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("it contains no JSON object")
+        machine = structure(values, Machine)
+        _check(machine)
+        return machine
     except FileNotFoundError:
         raise JobError(
             f'clock.network: "{name}" is neither a file that `mpigossip plan … --save FILE` '
@@ -207,3 +220,17 @@ def _read(name: str) -> Machine:
             f"{error}; write it again"
         )
         raise JobError(message) from None
+
+
+def _check(machine: Machine) -> None:
+    """Check that all numbers of a machine are finite and not negative, and that no rate is 0.
+
+    :raises ValueError: if a number is not valid
+    """
+    for key, value in asdict(machine).items():
+        if not isinstance(value, float):
+            continue
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{key} = {value:g} must be a finite number of at least 0")
+        if value == 0 and key in POSITIVE:
+            raise ValueError(f"{key} = 0 must be greater than 0")

@@ -363,6 +363,13 @@ def test_other_versions_on_a_rank_are_wrong():
     assert re.search(naming("ranks 0 and 2", "torch 2.13.0", "torch 2.9"), result.remedy)
 
 
+def test_a_package_that_a_rank_lacks_is_named():
+    (result,) = doctor.alike(["a 1, b 2, c 3", "a 1, c 4, d 5"])
+    assert "(b 2 and no b; c 3 and c 4; no d and d 5)" in result.remedy
+    (result,) = doctor.alike(["a 1, b 2", "a 1"])
+    assert "(b 2 and no b)" in result.remedy
+
+
 def test_hdf5_that_cannot_be_written_is_wrong(tmp_path):
     assert doctor.hdf5(tmp_path).level == "good" and not [*tmp_path.iterdir()]
     assert doctor.hdf5(tmp_path / "none").level == "wrong"

@@ -180,6 +180,19 @@ def test_the_path_of_a_job_may_contain_an_equals_sign(tmp_path, monkeypatch, cap
     assert capsys.readouterr().out.startswith("named: ")
 
 
+def test_a_dry_run_states_the_rates_of_the_steps_that_the_run_makes(capsys):
+    """With 20 of 88 steps of the warm-up, the rate never reaches its full value."""
+    words = ["train", str(JOB), "--dry-run", "--nodes", "4"]
+    rates = []
+    for more in ([], ["run.steps=20"]):
+        assert main([*words, *more]) == 0
+        line = re.search(r"first (\S+), largest (\S+), last (\S+)", capsys.readouterr().out)
+        rates.append([float(rate.rstrip(",")) for rate in line.groups()])
+    (first, largest, _), (same_first, largest_of_20, last_of_20) = rates
+    assert first == same_first
+    assert largest_of_20 == last_of_20 == pytest.approx(largest * 20 / 88, rel=1e-3)
+
+
 def test_a_setting_in_place_of_the_job_may_contain_a_slash(capsys):
     words = "plan run.output=a/b run.name=named --parameters 1M --nodes 2 --compute 80ms"
     assert main(words.split()) == 0

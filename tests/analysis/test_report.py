@@ -18,9 +18,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from mpigossip import config
+from mpigossip import cli, config
 from mpigossip.analysis.logged_runs import load, short_names
-from mpigossip.analysis.panels import Axis, members, metric
+from mpigossip.analysis.panels import Axis, consensus, members, metric
 from mpigossip.analysis.plot import figure, plot
 from mpigossip.analysis.report import table, write
 from mpigossip.store import StoreError
@@ -186,6 +186,39 @@ def test_the_axis_of_members_has_integer_ticks(tmp_path):
         assert [tick for tick in axes.get_yticks() if low <= tick <= high] == [*range(nodes)]
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_place_without_a_step_does_not_hide_the_others(tmp_path):
+    (training,) = load([run(tmp_path / "a", steps=20, nodes=3, evaluations=())])
+    times = np.arange(20.0)[:, None] + [0.0, np.nan, 5.0]
+    training.log.steps["time"] = times
+    axes = Figure().subplots()
+    members(axes, training)
+    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0, 19), (0, 0), (5, 19)]
+    for no_steps in (np.full((20, 3), np.nan), np.empty((0, 3))):
+        training.log.steps["time"] = no_steps
+        axes = Figure().subplots()
+        members(axes, training)
+        assert [text.get_text() for text in axes.texts] == ["no steps yet"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_equal_nodes_that_are_compared_at_evaluations_only(tmp_path):
+    """A run without a step, or an asynchronous one, measures the distance only at evaluations."""
+    (training,) = load([run(tmp_path / "a", steps=20, consensus=0.0, evaluations=(10, 20))])
+    training.log.steps["consensus_distance"][:] = np.nan
+    axes = Figure().subplots()
+    consensus(axes, [training], Axis("step", lambda run, at: at))
+    assert [text.get_text() for text in axes.texts] == ["all nodes are equal, except for rounding"]
+
+
+def test_joined_logs_of_members_have_their_columns_in_a_fixed_order(tmp_path):
+    """The order of a set of names differs between processes."""
+    for place in range(2):
+        run(tmp_path / f"logs/{place:06d}", nodes=1, evaluations=())
+    first, *names = read(tmp_path / "log.h5").steps
+    assert first == "step" and names == sorted(names)
+
+
 def test_a_missing_log_and_a_missing_folder(tmp_path):
     with pytest.raises(StoreError, match=naming("doesn't exist")):
         plot([tmp_path / "none"], tmp_path / "a.png")
@@ -288,6 +321,15 @@ def test_an_invalid_job_is_left_out(tmp_path):
     log = read(run(tmp_path / "a") / "log.h5")
     for job in ("", "not TOML", "graph = 3\nalgorithm = 1", "[graph]\n[algorithm]"):
         assert table(replace(log, job=job)).startswith("3 nodes\n")
+
+
+@pytest.mark.parametrize("words", ["log export {} --csv", "log plot {} --out", "report {} --html"])
+def test_a_log_is_not_replaced_by_an_output(tmp_path, capsys, words):
+    log_file = run(tmp_path / "a") / "log.h5"
+    before = log_file.read_bytes()
+    assert cli.main([*words.format(tmp_path / "a").split(), str(log_file)]) == 2
+    assert "is an HDF5 file" in capsys.readouterr().err
+    assert log_file.read_bytes() == before
 
 
 def test_csv_contains_every_number(tmp_path):

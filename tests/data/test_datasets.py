@@ -390,6 +390,18 @@ def test_labels_of_a_data_set_are_its_targets(user_module):
     assert not even.any() and odd.all()
 
 
+@pytest.mark.parametrize("targets", [[[i % 2, i % 3] for i in range(40)], [[0]] * 39 + [[0, 1]]])
+def test_several_targets_per_sample_are_no_labels(user_module, targets):
+    """Sorting rows of targets would give other indices than those of the samples."""
+    labelled = Squares(40)
+    labelled.targets = targets
+    user_module(labelled=returning(labelled))
+    with pytest.raises(JobError, match=naming('data.partition = "sorted"', "`targets`")):
+        opened("labelled", partition="sorted")
+    with opened("labelled", partition="shuffled") as loader:
+        assert len(loader.step(0)) == 2
+
+
 @with_world
 def sizes(world):
     """Return the message of each rank about data of different sizes."""

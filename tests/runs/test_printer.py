@@ -12,6 +12,7 @@ from mpigossip.cluster.world import SingleProcess
 from mpigossip.engine.measurements import StepMetrics
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.mixing.simulated import Simulated
+from mpigossip.runs import start_and_resume
 from mpigossip.runs.job import JobNode
 from mpigossip.runs.overview import overview
 from mpigossip.runs.printer import Printer
@@ -120,6 +121,15 @@ def test_the_hidden_part_is_printed_if_a_thread_exchanges():
     assert "hidden" not in shown(io.StringIO(), plain_s=1.5)
     text = shown(io.StringIO(), plain_s=1.5, thread=True)
     assert len(re.findall(r"exchange\+idle 25%  hidden 75%$", text, re.MULTILINE)) == 2
+
+
+def test_a_run_without_a_step_has_no_rate(tmp_path, capsys):
+    small = ["model.name=mlp", "model.hidden=[4]", "run.steps=0", f"run.output={tmp_path / 'run'}"]
+    with SingleProcess() as alone:
+        start_and_resume.train(assemble.load(JOB, small), alone, 2)
+    heading, row = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert heading.split()[:3] == ["epoch", "step", "rate"]
+    assert row.split()[:4] == ["0.00", "0", "–", "–"]
 
 
 def test_only_rank_0_prints():

@@ -11,8 +11,10 @@ import pytest
 
 from mpigossip.analysis import panels, plot
 from mpigossip.analysis.logged_runs import load
+from mpigossip.cluster.nodes import racks
 from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import JobError
+from mpigossip.graphs import graph
 from mpigossip.mixing.delayed import Faults
 from mpigossip.runs import start_and_resume
 from mpigossip.store.log import COLUMNS, VIRTUAL, read
@@ -145,6 +147,30 @@ def test_plots_can_use_virtual_time_as_an_axis(runs):
         _places(RunResult(read(folder / "bare/log.h5")), "time")
 
 
+WRONG_VALUES = [
+    ("compute_s", "0.1"),
+    ("compute_s", -1.0),
+    ("jitter", float("nan")),
+    ("bandwidth", 0),
+    ("combine_rate", 0.0),
+    ("global_bandwidth", float("inf")),
+    ("sources", []),
+]
+"""Values that a file of a machine can't have; a run would divide by them, or multiply them."""
+
+
+def test_paths_in_the_home_of_the_user_are_expanded(tmp_path, monkeypatch):
+    """A shell does not expand ~ in clock.network=~/m.json, and a job file is read without one."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    named(job(tmp_path, *CLOCK).clock).save(tmp_path / "m.json")
+    assert named(job(tmp_path, "clock.network=~/m.json").clock).compute_s == 0.01
+    (tmp_path / "g.json").write_text('{"n": 2, "edges": [[0, 1]]}')
+    path_graph = graph("file:~/g.json", 2)
+    assert path_graph.n == 2 and path_graph.name == "file:~/g.json"
+    (tmp_path / "racks").write_text("a left\nb right\n")
+    assert racks("file:~/racks", ["a", "b"], []) == ["left", "right"]
+
+
 def test_a_machine_is_a_name_or_a_file(tmp_path):
     machine = named(job(tmp_path, *CLOCK, "clock.bandwidth=5e6").clock)
     assert (machine.compute_s, machine.bandwidth, machine.latency_s) == (0.01, 5e6, 100e-6)
@@ -154,10 +180,17 @@ def test_a_machine_is_a_name_or_a_file(tmp_path):
     result = named(section)
     assert result.jitter == 0.2 and result.bandwidth == 5e6 and result.compute_s == 0.01
     (tmp_path / "wrong.json").write_text(json.dumps({"compute_s": 1}))
+    for number, (key, value) in enumerate(WRONG_VALUES):
+        changed = json.loads((tmp_path / "m.json").read_text()) | {key: value}
+        (tmp_path / f"wrong{number}.json").write_text(json.dumps(changed))
+        with pytest.raises(JobError, match=naming(f"wrong{number}.json", "not a file", key)):
+            named(job(tmp_path, f"clock.network={tmp_path}/wrong{number}.json").clock)
+    (tmp_path / "list.json").write_text("[1, 2]")
     wrong = [
         (["clock.network=1gbit"], "clock.compute_s"),
         (["clock.network=10gigabit"], '"10gigabit"'),
         ([f"clock.network={tmp_path}/wrong.json"], ("wrong.json", "not a file")),
+        ([f"clock.network={tmp_path}/list.json"], ("list.json", "JSON object")),
     ]
     for settings, says in wrong:
         with pytest.raises(JobError, match=naming(says)):
