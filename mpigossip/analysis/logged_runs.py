@@ -55,12 +55,15 @@ class LoggedRun:
     def _clock(self) -> tuple[np.ndarray, np.ndarray]:
         """Two arrays: numbers of steps done, and the seconds of training up to them.
 
-        The seconds are a mean over nodes.
+        The seconds are a mean over nodes. They are NaN if the log has steps without times, like the
+        log of a fork.
         """
         step = self.log.steps["step"]
         parts = [over_nodes(np.nanmean, self.log.steps[p]) for p in PARTS if p in self.log.steps]
         if not parts or not len(step):
             return np.zeros(1), np.zeros(1)
+        if not any(np.isfinite(part).any() for part in parts):
+            return np.zeros(1), np.full(1, np.nan)
         block = np.diff(step, append=step[-1] + (step[1] - step[0] if len(step) > 1 else 1))
         spent = np.concatenate([[0.0], np.cumsum(np.nan_to_num(sum(parts)) * block)])
         return np.append(step, step[-1] + block[-1]), spent
@@ -80,7 +83,10 @@ class LoggedRun:
         return "" if unit in ("1", "") else f" ({unit})"
 
     def seconds(self, steps: np.ndarray) -> np.ndarray:
-        """Return the training time at ``steps`` in seconds, without evaluations and checkpoints."""
+        """Return the training time at ``steps`` in seconds, without evaluations and checkpoints.
+
+        It is NaN if it is not known.
+        """
         return np.interp(steps, *self._clock)
 
     @property

@@ -51,7 +51,8 @@ class Axis:
     def dress(self, axes: Axes, runs: Sequence[LoggedRun]) -> None:
         """Set the label and the limits of the horizontal axis, which starts at 0."""
         axes.set_xlabel(self.label)
-        end = max(float(self.at(run, np.array([run.last]))[0]) for run in runs)
+        ends = [float(self.at(run, np.array([run.last]))[0]) for run in runs]
+        end = max((end for end in ends if np.isfinite(end)), default=0.0)
         axes.set_xlim(0, 1.02 * end or 1)
 
 
@@ -80,7 +81,8 @@ def clock(runs: Sequence[LoggedRun]) -> Axis:
     if len(simulated) == len(runs) and not virtual and all(map(_has_sent, runs)):
         return _sent(runs)
     seconds = LoggedRun.virtual_seconds if virtual else LoggedRun.seconds
-    longest = max(float(seconds(run, np.array([run.last]))[0]) for run in runs)
+    durations = [float(seconds(run, np.array([run.last]))[0]) for run in runs]
+    longest = max((duration for duration in durations if np.isfinite(duration)), default=0.0)
     unit, word = next((unit, word) for minimum, unit, word in CLOCKS if longest >= minimum)
     label = f"time of training ({word}; without evaluations and checkpoints)"
     if virtual:
@@ -322,8 +324,8 @@ def members(axes: Axes, run: LoggedRun) -> None:
 
     _dress(axes, "Members", "place")
     times = run.log.steps["time"]
-    if not np.isfinite(times).any():
-        _nothing(axes, "no steps yet")
+    if not known(run, "time"):
+        _nothing(axes, "times are not known" if times.size else "no steps yet")
         return
     first = over_nodes(np.nanmin, times.T)
     last = over_nodes(np.nanmax, times.T)
@@ -366,10 +368,10 @@ def time(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     is_of_process = is_simulated(log)
     title = "Time to simulate a step" if is_of_process else "Step time"
     label = f"milliseconds {ONE_PROCESS}" if is_of_process else "milliseconds, mean over nodes"
-    parts = [name for name in PARTS if name in log.steps]
-    if not parts or not len(log.steps["step"]):
+    parts = [name for name in PARTS if known(run, name)]
+    if not parts:
         _dress(axes, title, label)
-        _nothing(axes, "no steps yet")
+        _nothing(axes, "times are not known" if len(log.steps["step"]) else "no steps yet")
         return
     values = 1e3 * np.stack([over_nodes(np.nanmean, log.steps[name]) for name in parts])
     total = values.sum(0)
@@ -422,7 +424,8 @@ def times(axes: Axes, runs: Sequence[LoggedRun]) -> None:
         )
         start += length
     for position, total in enumerate(start):
-        axes.text(total, position, f" {three_digits(total)} ms", va="center", fontsize=9)
+        text = f" {three_digits(total)} ms" if total else " times are not known"
+        axes.text(total, position, text, va="center", fontsize=9)
     axes.set_yticks(positions, [run.name for run in runs])
     for label, run in zip(axes.get_yticklabels(), runs, strict=True):
         label.set(color=run.style["color"], fontweight="bold")

@@ -94,7 +94,8 @@ def table(log: Log) -> str:
     total = sum(means.values())
     begin = "the simulation of a step takes" if is_simulated(log) else "a step takes"
     spent = f"{begin} {three_digits(total)} ms: {', '.join(shares(means))}"
-    lines += ["", spent if total else "no steps yet"]
+    without = "times of steps are not known" if len(log.steps["step"]) else "no steps yet"
+    lines += ["", spent if total else without]
     if "finished" in log.summary:
         lines += ["", describe(log.summary, who(log))]
     elif log.summary:
@@ -242,7 +243,12 @@ def _result(runs: Sequence[LoggedRun]) -> tuple[list[str], list[tuple[list[str],
 
 
 def _formatted(value: Any, form: str) -> str:
-    """Format a number of a summary by the format ``form``; return other values as plain text."""
+    """Format a value of a summary by the format ``form``, or as plain text if it has another type.
+
+    An unknown value (NaN) becomes "–".
+    """
+    if value != value:
+        return "–"
     try:
         return form.format(value)
     except (ValueError, TypeError):

@@ -45,12 +45,7 @@ def _round(disk: RecordStore) -> float:
     return time.perf_counter() - began
 
 
-def _seconds(value: float) -> str:
-    """Format a number of seconds with two significant digits or, from 100 on, as a whole number."""
-    return f"{value:.2g}" if value < 99.5 else f"{value:,.0f}"
-
-
-def describe_slow_folder(folder_s: float, round_s: float, steps: int) -> str:
+def describe_slow_folder(folder_s: float, round_s: float, steps: int | None = None) -> str:
     """Return a hint if a round spends more than a tenth of its time on the folder; otherwise "".
 
     The smallest sensible number of steps is H = ⌈(1 − s)/s · f/c⌉, where s is `SHARE`, f the
@@ -58,15 +53,24 @@ def describe_slow_folder(folder_s: float, round_s: float, steps: int) -> str:
 
     :param folder_s: seconds that the operations of a round take
     :param round_s: seconds of a whole round
-    :param steps: number H of steps in a round, `cadence.period`
+    :param steps: number H of steps in a round, `cadence.period`; None: the round is a chunk of a
+        program, whose number of steps is not known
     """
-    if folder_s <= SHARE * round_s:
+    # A subtracted outage may make the time of a short round 0 or negative.
+    if round_s <= 0 or folder_s <= SHARE * round_s:
         return ""
-    step_s = max(round_s - folder_s, 0.01 * round_s) / steps
+    step_s = max(round_s - folder_s, 0.01 * round_s) / (steps or 1)
     sensible = math.ceil((1 - SHARE) / SHARE * folder_s / step_s)
+    longer = f"chunks that are {sensible} times as long"
+    if steps:
+        longer = f"cadence.period = {sensible} or more instead of {steps}"
     return (
-        f"hint (training continues): a round takes {_seconds(round_s)} s, of which "
-        f"{_seconds(folder_s)} s are operations of the folder, more than a tenth; with "
-        f"cadence.period = {sensible} or more instead of {steps}, a training in another folder "
-        "would spend less time on them"
+        f"hint (training continues): a round takes {_short(round_s)} s, of which "
+        f"{_short(folder_s)} s are operations of the folder, more than a tenth; with {longer}, a "
+        "training in another folder would spend less time on them"
     )
+
+
+def _short(seconds: float) -> str:
+    """Format a number of seconds with two digits, or as an integer if it has more."""
+    return f"{seconds:.2g}" if seconds < 10 else f"{seconds:,.0f}"

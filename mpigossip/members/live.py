@@ -194,8 +194,8 @@ def write_checkpoint(
     states: Sequence[NodeState],
     job: str,
     meta: dict[str, Number],
-) -> None:
-    """Write models as a checkpoint; other users can read it if the folder is shared.
+) -> Path:
+    """Write models as a checkpoint and return its path; others can read it in a shared folder.
 
     :param disk: folder of the training as a record store
     :param folder: path of the same folder
@@ -213,7 +213,7 @@ def write_checkpoint(
             for node, state in enumerate(states)
         ]
 
-    commit_checkpoint(disk, folder, steps, write, job, meta)
+    return commit_checkpoint(disk, folder, steps, write, job, meta)
 
 
 def final_numbers(numbers: dict[str, Number], steps: int) -> dict[str, Number]:
@@ -233,8 +233,8 @@ def commit_checkpoint(
     write: Callable[[Path], list[Entry]],
     job: str,
     meta: dict[str, Number],
-) -> None:
-    """Begin a checkpoint, let its files be written, and give it its name.
+) -> Path:
+    """Begin a checkpoint, let its files be written, give it its name, and return its path.
 
     :param disk: folder of the training as a record store
     :param folder: path of the same folder
@@ -251,6 +251,7 @@ def commit_checkpoint(
         disk.share(temporary / entry.file)
     path = checkpoint.commit(temporary, folder, steps, entries, job, meta)
     disk.share(path / MANIFEST)
+    return path
 
 
 class ReadCheckpoint(NamedTuple):

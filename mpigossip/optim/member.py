@@ -16,6 +16,7 @@ from torch import nn
 from mpigossip.cluster.world import World
 from mpigossip.config import Job
 from mpigossip.engine.sharded import fully_sharded, gather_full, local_shard, part_like, reshard
+from mpigossip.members.folder_rate import describe_slow_folder, seconds_per_round
 from mpigossip.members.live import FolderExchange, StopRequested
 from mpigossip.members.outages import FolderUnreachable
 from mpigossip.members.place import TooFarBehind
@@ -118,10 +119,13 @@ class LoopMember:
         names = self._names
         shapes = self._shapes
         device = self._device
+        folder_s = None
         try:
             while not live.ended():
                 if live.stopping():
                     return
+                if folder_s is None:
+                    folder_s = live.decide(lambda: seconds_per_round(place.disk))
                 with live.stay():
                     facts = about(names, shapes, [str(device)])
                     states = live.begin(facts | ranks_fact(self._world.size))
@@ -151,7 +155,7 @@ class LoopMember:
                         live.decide(self._append_row)
                         self._exchange()
                         if self._done == 2:
-                            live.decide(self._check_lease)
+                            live.decide(partial(self._check_round, folder_s))
                         if live.stopping():
                             raise StopRequested
             meta: dict[str, Number] = {"slots": 1, "door": "loop"}
@@ -254,8 +258,16 @@ class LoopMember:
         writer = self._writer
         self._retry(partial(writer.append, self._row(writer)))
 
-    def _check_lease(self) -> None:
-        check_lease(self._live.place.plan.lease_s, self._live.round_seconds())
+    def _check_round(self, folder_s: float) -> None:
+        """Check that five rounds fit into a lease, by the second round; hint if it is short.
+
+        :param folder_s: result of :func:`~mpigossip.members.folder_rate.seconds_per_round`
+        """
+        place = self._live.place
+        seconds = self._live.round_seconds()
+        check_lease(place.plan.lease_s, seconds)
+        if hint := describe_slow_folder(folder_s, seconds):
+            place.report(hint)
 
     def _new_writer(self) -> LogWriter:
         folder = self._folder / "logs" / f"{self._live.place.number:06d}"

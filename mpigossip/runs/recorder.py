@@ -176,6 +176,14 @@ class Recorder(Hook):
         new = [name for name in names if name not in ("step", *COLUMNS)]
         return {name: self._metrics.get(name, FIGURE) for name in new}
 
+    def copy(self, rows: dict[str, np.ndarray]) -> None:
+        """Append rows of another log with one node; columns that they lack are unknown.
+
+        :param rows: columns of consecutive steps, at least one, as `Log.steps` contains them
+        :raises StoreError: if the log can't be written
+        """
+        self._write([(rows, [])], [])
+
     def step(self, progress, record: StepMetrics) -> None:
         ones = np.ones(self._rows)
         samples = ones * (progress.samples_per_step / progress.nodes or np.nan)

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,10 +20,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from mpigossip import cli, config
-from mpigossip.analysis.logged_runs import load, short_names
-from mpigossip.analysis.panels import Axis, consensus, members, metric
+from mpigossip.analysis.logged_runs import PARTS, load, short_names
+from mpigossip.analysis.panels import Axis, clock, consensus, members, metric, time, times
 from mpigossip.analysis.plot import figure, plot
-from mpigossip.analysis.report import table, write
+from mpigossip.analysis.report import page, table, write
 from mpigossip.store import StoreError
 from mpigossip.store.log import Column, LogWriter, read
 from mpigossip.store.log_export import to_csv
@@ -189,16 +190,16 @@ def test_the_axis_of_members_has_integer_ticks(tmp_path):
 @pytest.mark.filterwarnings("error")
 def test_a_place_without_a_step_does_not_hide_the_others(tmp_path):
     (training,) = load([run(tmp_path / "a", steps=20, nodes=3, evaluations=())])
-    times = np.arange(20.0)[:, None] + [0.0, np.nan, 5.0]
-    training.log.steps["time"] = times
+    training.log.steps["time"] = np.arange(20.0)[:, None] + [0.0, np.nan, 5.0]
     axes = Figure().subplots()
     members(axes, training)
     assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0, 19), (0, 0), (5, 19)]
-    for no_steps in (np.full((20, 3), np.nan), np.empty((0, 3))):
-        training.log.steps["time"] = no_steps
+    unknown = np.full((20, 3), np.nan), "times are not known"
+    for values, words in (unknown, (np.empty((0, 3)), "no steps yet")):
+        training.log.steps["time"] = values
         axes = Figure().subplots()
         members(axes, training)
-        assert [text.get_text() for text in axes.texts] == ["no steps yet"]
+        assert [text.get_text() for text in axes.texts] == [words]
 
 
 @pytest.mark.filterwarnings("error")
@@ -217,6 +218,32 @@ def test_joined_logs_of_members_have_their_columns_in_a_fixed_order(tmp_path):
         run(tmp_path / f"logs/{place:06d}", nodes=1, evaluations=())
     first, *names = read(tmp_path / "log.h5").steps
     assert first == "step" and names == sorted(names)
+
+
+def test_a_fork_of_members_has_no_times(tmp_path):
+    """Its metrics are drawn over steps, and nothing is drawn or printed about its times."""
+    runs = load([run(tmp_path / name, steps=20, nodes=2) for name in ("training", "fork")])
+    for number, training in enumerate(runs):
+        steps = training.log.steps
+        steps["time"] = np.arange(20.0)[:, None] + np.zeros(2)
+        if number:
+            steps |= {name: np.full((20, 2), np.nan) for name in ("time", *PARTS)}
+        training.log.summary["seconds"] = (5.0, np.nan)[number]
+    fork = runs[1]
+    assert "times of steps are not known" in table(fork.log)
+    axis = clock(runs)
+    for draw in (partial(members, run=fork), partial(time, runs=[fork], axis=axis)):
+        draw(axes := Figure().subplots())
+        assert [text.get_text() for text in axes.texts] == ["times are not known"]
+    times(axes := Figure().subplots(), runs)
+    assert [text.get_text().strip() for text in axes.texts][1] == "times are not known"
+    assert np.isfinite(axis.at(runs[0], np.arange(20))).all()
+    assert np.isnan(axis.at(fork, np.arange(20))).all()
+    axis.dress(axes := Figure().subplots(), runs)
+    assert 0 < axes.get_xlim()[1] < np.inf
+    text = page(runs, [[], []])
+    assert ">nan<" not in text and '<td class="number">–</td>' in text
+    page([fork], [[]])
 
 
 def test_a_missing_log_and_a_missing_folder(tmp_path):

@@ -3,6 +3,7 @@
 import functools
 import random
 import re
+from collections.abc import Container
 from dataclasses import replace
 
 import numpy as np
@@ -20,9 +21,9 @@ from tests.members.storm import Bad, Tiny, begin, member
 
 
 class Forging(FolderExchange):
-    """Exchange of a member whose model is changed after training one chunk."""
+    """Exchange of a member whose model is changed after training some chunks."""
 
-    forged: int
+    forged: Container[int]
     tiny: Tiny
 
     def chunk(self):
@@ -30,7 +31,7 @@ class Forging(FolderExchange):
         return self.work
 
     def send(self, state):
-        if self.work[0] == self.forged:
+        if self.work[0] in self.forged:
             self.tiny.x = state.parameters + np.float32(1)
             state = replace(state, parameters=self.tiny.x)
         return super().send(state)
@@ -40,8 +41,8 @@ def log_of(root, plan) -> ReplayLog:
     return ReplayLog(Place(RecordStore(root), plan, report=lambda line: None))
 
 
-def train(root, plan, forged=-1) -> ReplayLog:
-    """Train all chunks in one place; the model after the chunk ``forged`` is wrong."""
+def train(root, plan, forged=()) -> ReplayLog:
+    """Train all chunks in one place; the models after the chunks ``forged`` are wrong."""
     begin(root)
     live = Forging(Place(RecordStore(root), plan, report=lambda line: None), lambda: False, 0.01)
     live.forged = forged
@@ -76,7 +77,7 @@ def test_kept_models_are_never_removed(tmp_path):
 def test_an_audit_detects_a_wrong_record_if_it_is_drawn(tmp_path, monkeypatch):
     """One of 100 rounds is wrong and a tenth is drawn: one audit in ten detects it."""
     monkeypatch.setattr(replay, "read_model", functools.cache(replay.read_model))
-    script = train(tmp_path / "run", TrainingPlan(100, 4, 60.0, keep_every=1), forged=42)
+    script = train(tmp_path / "run", TrainingPlan(100, 4, 60.0, keep_every=1), forged=(42,))
     (wrong,) = [version for version, record in script.rounds.items() if record.chunk == 42]
     detected = 0
     for seed in range(100):
@@ -89,6 +90,14 @@ def test_an_audit_detects_a_wrong_record_if_it_is_drawn(tmp_path, monkeypatch):
     # 10 are expected; the probability of less than 3 or more than 20 is below 0.3 %.
     assert 3 <= detected <= 20, detected
     with pytest.raises(ReplayMismatch, match=naming(f"round {wrong.round}")):
+        audit(script, 1.0, Tiny(), random.Random(0))
+
+
+def test_an_audit_names_the_first_of_several_differences(tmp_path):
+    forged = 2, 5, 9
+    script = train(tmp_path / "run", TrainingPlan(12, 4, 60.0, keep_every=1), forged)
+    first = min(v.round for v, record in script.rounds.items() if record.chunk in forged)
+    with pytest.raises(ReplayMismatch, match=naming(f"round {first}", "place 0")):
         audit(script, 1.0, Tiny(), random.Random(0))
 
 

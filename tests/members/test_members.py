@@ -2,11 +2,14 @@
 
 import contextlib
 import json
+import os
 import random
 import re
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -202,6 +205,35 @@ def operations_a_round(root, members: int) -> float:
 def test_operations_do_not_grow_with_members(tmp_path):
     few, many = (operations_a_round(tmp_path / str(m), m) for m in (2, 12))
     assert many < 1.1 * few and few < 40, (few, many)
+
+
+def test_only_records_claims_and_models_are_flushed(tmp_path, monkeypatch):
+    """A record or a claim needs two calls of fsync: for its content and its folder; a model, one.
+
+    In each round, a temporary file and the oldest of three models are removed.
+    """
+    counts = Counter()
+    fsync, unlink = os.fsync, Path.unlink
+
+    def counted(name, call, *given):
+        counts[name] += 1
+        return call(*given)
+
+    monkeypatch.setattr(os, "fsync", partial(counted, "fsync", fsync))
+    monkeypatch.setattr(Path, "unlink", lambda *given: counted("unlink", unlink, *given))
+    begin(root := tmp_path / "run")
+    place = Place(RecordStore(root), TrainingPlan(64, 16, 60.0))
+    live = FolderExchange(place, lambda: False)
+    live.begin({})
+    for count in range(32):
+        if count == 16:
+            counts.clear()  # a claim of 16 rounds follows
+        live.chunk()
+        live.send(state(Tiny().x, count + 1))
+        live.receive()
+        live.written()
+    live.close()
+    assert counts == {"fsync": 16 * 3 + 2, "unlink": 16 * 2 + 1}
 
 
 def test_late_models_do_not_slow_training(tmp_path):

@@ -244,6 +244,15 @@ def test_a_lease_lasts_at_least_five_rounds(tmp_path):
     assert place.refresh(0).closed.why == "left"  # other members train its chunks
 
 
+def test_a_program_reports_that_its_chunks_are_too_short_for_the_folder(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(loop_member, "seconds_per_round", lambda disk: 100.0)
+    assert train(tmp_path / "run", *parts())
+    note = capsys.readouterr().err
+    assert note.count("hint") == 1 and re.search(naming("100 s", "times as long"), note)
+
+
 def test_the_example_program_of_a_member(tmp_path, monkeypatch, capsys):
     """Two processes train half of the chunks each, one repeats them; the average is exported."""
     folder = tmp_path / "run"

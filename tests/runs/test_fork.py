@@ -2,7 +2,10 @@
 
 import json
 import re
+import shutil
+from collections import Counter
 
+import numpy as np
 import pytest
 
 from mpigossip import cli
@@ -19,6 +22,7 @@ from mpigossip.runs.members.member import Member
 from mpigossip.runs.members.replay import ReplayLog
 from mpigossip.runs.summary import number
 from mpigossip.store import checkpoint
+from mpigossip.store.log import COLUMNS, LogWriter, read
 from mpigossip.training.task import Classification
 from tests.cases import naming
 from tests.runs.test_join import UNEQUAL, lock_draws, members, slow_down
@@ -134,6 +138,80 @@ def test_a_fork_without_a_change_has_the_digest_of_the_run(run, tmp_path, cut):
     assert checkpoint.digest(checkpoint.latest(tmp_path / "new")) == digest
 
 
+NUMBERS = ["loss", "lr", "kind", "gradient_norm", "accuracy", "chunk", "round", "history"]
+NUMBERS += ["peer", "staleness"]
+"""Columns that are equal in the logs of a training and of a fork that changes nothing."""
+
+
+@pytest.mark.parametrize("training", ["run", "unequal"])
+def test_a_fork_without_a_change_has_the_rows_of_the_recorded_logs(training, request, tmp_path):
+    """Rows up to the cut are copied, and later ones are repeated; both have no times."""
+    folder, digest = request.getfixturevalue(training)
+    new = tmp_path / "new"
+    fork(folder, 5, new)
+    count = 0
+    for path in sorted(new.glob("logs/*/log.h5")):
+        steps = read(path).steps
+        recorded = read(folder / path.relative_to(new)).steps
+        rows = len(steps["step"])
+        assert (steps["step"] == np.arange(rows)).all()
+        for name in NUMBERS:
+            # No record names the peer with which a place averaged after its last round.
+            compared = rows - (name in ("peer", "staleness"))
+            np.testing.assert_array_equal(steps[name][:compared], recorded[name][:compared], name)
+        sent, recorded_sent = steps["bytes_sent"], recorded["bytes_sent"][:rows]
+        np.testing.assert_array_equal(sent - sent[0], recorded_sent - recorded_sent[0])
+        for name in ("time", "compute_s", "exchange_s", "samples_per_second"):
+            assert np.isnan(steps[name]).all(), name
+        count += rows
+    assert count == 33 * 4
+    joined = read(new / "log.h5")
+    assert joined.summary["digest"] == digest and joined.summary["finished"]
+    assert checkpoint.digest(joined.summary["checkpoint"]) == digest
+    assert joined.evaluations["loss"][-1] == joined.summary["loss"]
+
+
+def test_rows_that_a_killed_member_has_not_written_are_missing_in_a_fork(run, tmp_path):
+    """Rows that exist are copied, unless rows after the cut would follow a gap."""
+    folder = tmp_path / "run"
+    shutil.copytree(run[0], folder)
+    left_out, *others = places_of(folder, cut=5)
+    for place in (left_out, *others):
+        path = folder / f"logs/{place:06d}/log.h5"
+        job = read(path).job
+        path.unlink()
+        log = LogWriter(path, nodes=1, job=job, columns=COLUMNS, environment={})
+        log.append({name: np.full((3, 1), 1.0) for name in COLUMNS})
+    fork(folder, 5, tmp_path / "new", without=left_out)
+    past = Counter(r.place for r in log_of(folder).rounds.values() if r.age <= 5)
+    for place in (left_out, *others):
+        step = read(tmp_path / f"new/logs/{place:06d}/log.h5").steps["step"].tolist()
+        first = 4 * past[place]
+        expected = [0, 1, 2] if place == left_out else [*range(first, first + len(step))]
+        assert step == expected and (place == left_out or len(step) > 3)
+    assert past[left_out]
+
+
+def test_the_logs_of_a_fork_with_another_period_count_its_steps(run, tmp_path):
+    """Without the recorded logs, there are no rows up to the cut."""
+    folder = tmp_path / "run"
+    shutil.copytree(run[0], folder)
+    fork(folder, 5, tmp_path / "with", ["cadence.period=3"])
+    shutil.rmtree(folder / "logs")
+    fork(folder, 5, tmp_path / "without", ["cadence.period=3"])
+    past = 0
+    for path in sorted((tmp_path / "with").glob("logs/*/log.h5")):
+        steps = read(path).steps
+        later = read(tmp_path / "without" / path.relative_to(tmp_path / "with")).steps
+        before = len(steps["step"]) - len(later["step"])
+        assert (steps["step"] == np.arange(len(steps["step"]))).all()
+        for name in ("step", "loss", "chunk", "history"):
+            np.testing.assert_array_equal(steps[name][before:], later[name], name)
+        assert (np.diff(steps["history"][:, 0]) > 0).all()
+        past += before
+    assert past == 4 * sum(record.age <= 5 for record in log_of(folder).rounds.values())
+
+
 def log_of(folder, *settings, cut=0, without=None):
     """Return the schedule of a fork."""
     disk = RecordStore(folder)
@@ -244,7 +322,6 @@ def test_forks_end_and_can_be_repeated(run, tmp_path, capsys, changes):
     assert texts[0] == texts[1] and "loss " in texts[0] and digest not in texts[0]
     assert cli.main(["replay", str(tmp_path / "a")]) == 2
     assert "is a fork: repeat it" in capsys.readouterr().err
-    # The result is stored, because a fork writes no logs.
     saved = json.loads((tmp_path / "a/fork.json").read_text())
     losses = [number(saved[name]["loss"]) for name in ("result", "result_of_run")]
     assert re.search(rf"^  loss +{losses[0]} +{losses[1]}$", texts[0], re.MULTILINE)
@@ -254,11 +331,12 @@ def test_forks_end_and_can_be_repeated(run, tmp_path, capsys, changes):
     assert f"\nchanged: {change.partition('=')[0]}" in texts[0]
     if "schedule.lr=0.001" in changes:
         assert "changed: schedule.lr = 0.001, in the training 0.003\n" in texts[0]
-    assert f"`mpigossip log show {folder}`" in texts[0]
-    for command in (["log", "show"], ["report"], ["log", "plot"]):
-        assert cli.main([*command, str(tmp_path / "a")]) == 2
-        text = capsys.readouterr().err
-        assert "has no logs" in text and f"`mpigossip log show {folder}`" in text
+    assert f"`mpigossip log plot {folder} NEW`" in texts[0]
+    plot = ["log", "plot", str(folder), str(tmp_path / "a"), "--out", str(tmp_path / "both.png")]
+    for command in (["log", "show", str(tmp_path / "a")], ["report", str(tmp_path / "a")], plot):
+        assert cli.main(command) == 0, command
+    text = capsys.readouterr().out
+    assert losses[0] in text and "times of steps are not known" in text and "nan" not in text
     assert (
         cli.main(["checkpoint", "export", str(tmp_path / "a"), "--out", str(tmp_path / "m.pt")])
         == 0
@@ -287,6 +365,15 @@ def test_impossible_forks_are_rejected(run, tmp_path, capsys, arguments, text):
     assert cli.main(["replay", str(run[0]), *given]) == 2
     assert text in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_fork_by_an_earlier_version_has_no_logs(run, tmp_path, capsys):
+    fork(run[0], 3, tmp_path / "a")
+    shutil.rmtree(tmp_path / "a/logs")
+    for command in (["log", "show"], ["report"], ["log", "plot"]):
+        assert cli.main([*command, str(tmp_path / "a")]) == 2
+        text = capsys.readouterr().err
+        assert "has no logs" in text and f"`mpigossip log show {run[0]}`" in text
 
 
 def test_a_program_is_replayed_by_itself(tmp_path, capsys):

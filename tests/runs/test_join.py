@@ -180,6 +180,15 @@ def test_the_time_of_a_round_excludes_an_outage(tmp_path, monkeypatch):
     assert len(rounds) == 1 and abs(rounds[0]) < 1e-3
 
 
+def test_a_member_reports_that_its_rounds_are_too_short_for_the_folder(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(joining, "seconds_per_round", lambda disk: 100.0)
+    assert join(tmp_path / "run", job("run.epochs=1"), lease_s=30.0, poll_s=0.05)["finished"]
+    note = capsys.readouterr().err
+    assert note.count("hint") == 1 and re.search(naming("100 s", "instead of 4"), note)
+
+
 @pytest.mark.parametrize("steps", [66, 67])
 def test_more_steps_than_the_epochs_give_are_reported(tmp_path, capsys, steps):
     made = job("run.epochs=3", f"run.steps={steps}")

@@ -6,7 +6,8 @@ import hashlib
 import json
 import secrets
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from mpigossip.config.readable import aligned, pluralize, print_note
 from mpigossip.members.live import digest, write_checkpoint
 from mpigossip.members.place import BEHIND, FOLDERS, Place, record_name
 from mpigossip.members.records import End, Record, RecordStore, Version
+from mpigossip.runs.members.fork_logs import ForkLogs
 from mpigossip.runs.members.fork_schedule import (
     Change,
     ForkSchedule,
@@ -35,7 +37,7 @@ from mpigossip.store.checkpoint import NodeState
 from mpigossip.store.log_reading import FORK
 from mpigossip.store.manifest import Number
 from mpigossip.training.assemble import Assembly, assemble, load
-from mpigossip.training.evaluate import evaluate
+from mpigossip.training.evaluate import Evaluation, evaluate
 from mpigossip.training.rules import check_member
 
 CHANGEABLE = ("cadence.period", "graph", "algorithm", "local", "schedule")
@@ -202,16 +204,21 @@ class ForkLog(ReplayLog):
         if self.uses[version]:
             self.models[version] = state
 
-    def run(self, member: Any, recorded: Any) -> list[NodeState]:
+    def run(self, member: Any, recorded: Any, logs: ForkLogs | None = None) -> list[NodeState]:
         """Repeat the rounds after the cut, and older rounds if necessary; return the last models.
 
         :param member: `Member` of the fork's job, which trains the rounds after the cut
         :param recorded: `Member` of the recorded job, which trains older rounds
+        :param logs: logs to which the steps after the cut are written; None: they are not written
         :raises ReplayMismatch: if the model of an unchanged round differs from its record
         """
         for version in self.repeating({*self.later, *self.end}):
-            trains = member if version in self.later else recorded
-            self.check(version, repeat_round(self, version, trains))
+            if version in self.later:
+                after = [logs.after(version)] if logs else []
+                state = repeat_round(self, version, member, *after)
+            else:
+                state = repeat_round(self, version, recorded)
+            self.check(version, state)
         return [self.models[version] for version in self.end]
 
 
@@ -282,11 +289,29 @@ class Setting:
             self.member.chunks = log.chunks
         return log
 
-    def final(self, states: Sequence[NodeState]) -> dict[str, float]:
-        """Return the test loss and test metrics of the average of ``states``."""
+    def final(self, states: Sequence[NodeState]) -> Evaluation:
+        """Evaluate the average of ``states`` on the test data."""
         self.member.begin(states)
         loader = self.member.assembly.loader
-        return evaluate(self.member.trainer.replicas, self.member.trainer.mixer, loader).averaged
+        return evaluate(self.member.trainer.replicas, self.member.trainer.mixer, loader)
+
+    def logs(self, folder: Path, run: Path, log: ForkLog) -> ForkLogs:
+        """Begin the logs of a fork.
+
+        :param folder: folder of the fork
+        :param run: folder of the training
+        :param log: records of the fork, from :meth:`log`
+        """
+        unit = 1 if self.periods else self.recorded.steps
+        past = log.rounds.keys() - log.later
+        return ForkLogs(
+            folder, run, self.member, log, past, lambda version: unit * log.steps(version)
+        )
+
+    @property
+    def total_steps(self) -> int:
+        """Number of steps of the recorded training."""
+        return self.plan.chunks * self.recorded.steps
 
     def close(self) -> None:
         """Free the memory of both jobs."""
@@ -334,8 +359,7 @@ def fork(
 
     :param folder: folder of the training, which has ended
     :param cut: number of rounds that stay as they are, counted like `Round.age`; 0: none
-    :param to: new folder for records, checkpoint and job of the fork. Logs are not written: steps
-        before the cut may not be repeated, and repeated steps have no times
+    :param to: new folder for records, checkpoint, logs and job of the fork
     :param settings: settings that the fork changes, as "section.key=value"
     :param without: place whose models are left out after the cut; None: no place
     :param job: your own copy of the job; None: code that the job in the folder names is not
@@ -351,22 +375,27 @@ def fork(
         setting = Setting(disk, job, settings, world)
         try:
             log = setting.log(disk, cut, without)
-            states = log.run(setting.member, setting.recorded)
-            result = setting.final(states)
-            recorded = recorded_result(folder, setting)
-            sha = hashlib.sha256()
-            for state in states:
-                sha.update(state.parameters.tobytes())
-            about = {
-                "run": str(folder),
-                "fork": cut,
-                "settings": [*settings],
-                "without": without,
-                "result": {name: float(value) for name, value in result.items()},
-                "result_of_run": recorded and {n: float(v) for n, v in recorded.result.items()},
-                "digest": sha.hexdigest(),
-            }
-            write(to, setting, log, states, about)
+            with new_folder(to) as temporary:
+                logs = setting.logs(temporary, folder, log)
+                states = log.run(setting.member, setting.recorded, logs)
+                evaluation = setting.final(states)
+                result = evaluation.averaged
+                recorded = recorded_result(folder, setting)
+                sha = hashlib.sha256()
+                for state in states:
+                    sha.update(state.parameters.tobytes())
+                about = {
+                    "run": str(folder),
+                    "fork": cut,
+                    "settings": [*settings],
+                    "without": without,
+                    "result": {name: float(value) for name, value in result.items()},
+                    "result_of_run": recorded and {n: float(v) for n, v in recorded.result.items()},
+                    "digest": sha.hexdigest(),
+                }
+                path = to / write(temporary, setting, log, states, about).relative_to(temporary)
+                stored = {"checkpoint": str(path), "digest": sha.hexdigest()}
+                logs.end(evaluation, stored, setting.total_steps)
         finally:
             setting.close()
     unit = "round" if setting.plan.longest == 1 else "chunk"
@@ -376,7 +405,7 @@ def fork(
     lines = [
         f"{to}: {later} after {unit} {cut} of {log.length} of {folder}",
         f"changed: {'; '.join(changes) or 'nothing'}",
-        f"no logs; `mpigossip log show {folder}` shows the recorded training",
+        f"`mpigossip log plot {folder} {to}` draws the metrics of both",
         "",
         f"  {'':<12}{'fork':<12}training",
     ]
@@ -410,7 +439,7 @@ def recorded_result(folder: Path, setting: Setting) -> RecordedResult | None:
         return None
     manifest = checkpoint.read_manifest(path)
     states = [checkpoint.read_node(path, node, manifest) for node in range(manifest.n)]
-    return RecordedResult(setting.final(states), checkpoint.digest(path))
+    return RecordedResult(setting.final(states).averaged, checkpoint.digest(path))
 
 
 def blame(folder: Path, cut: int = 0, job: Job | None = None) -> str:
@@ -460,54 +489,65 @@ def blamed(setting: Setting, disk: RecordStore, cut: int) -> tuple[float, dict[i
             "without it can be compared; give a smaller number after --fork, or a training of "
             "several places"
         )
-    loss = setting.final(log.run(setting.member, setting.recorded))["loss"]
+    loss = setting.final(log.run(setting.member, setting.recorded)).loss
     losses = {}
     for place in places:
         log = setting.log(disk, cut, place)
-        losses[place] = setting.final(log.run(setting.member, setting.recorded))["loss"]
+        losses[place] = setting.final(log.run(setting.member, setting.recorded)).loss
     return loss, losses
 
 
-def write(
-    to: Path, setting: Setting, log: ForkLog, states: Sequence[NodeState], about: dict[str, Any]
-) -> None:
-    """Write a fork to a new folder, which gets its name only when all files are complete.
+@contextmanager
+def new_folder(to: Path) -> Iterator[Path]:
+    """Return a context manager that creates a folder, which gets its name when the context ends.
+
+    After an exception, the folder is removed.
 
     :param to: path of the new folder
+    """
+    to.parent.mkdir(parents=True, exist_ok=True)
+    temporary = to.with_name(f".{to.name}-{secrets.token_hex(8)}")
+    try:
+        temporary.mkdir()
+        yield temporary
+        temporary.rename(to)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def write(
+    folder: Path, setting: Setting, log: ForkLog, states: Sequence[NodeState], about: dict[str, Any]
+) -> Path:
+    """Write job, arguments, records and checkpoint of a fork; return the path of the checkpoint.
+
+    :param folder: folder of the fork
     :param setting: jobs of the fork
     :param log: all records of the fork
     :param states: models whose average is the result
     :param about: arguments of the command, by which the fork can be repeated, and its result
     """
-    to.parent.mkdir(parents=True, exist_ok=True)
-    temporary = to.with_name(f".{to.name}-{secrets.token_hex(8)}")
-    try:
-        disk = RecordStore(temporary)
-        disk.begin(FOLDERS)
-        text = config.dump(setting.job)
-        head = (log.place.disk.read(JOB, listed=True) or b"").decode().partition("\n")[0]
-        assert head.startswith(f"# {FORMAT}")
-        (temporary / JOB).write_text(f"{head}\n{text}", encoding="utf-8")
-        (temporary / FORK).write_text(json.dumps(about, indent=1), encoding="utf-8")
-        for name, record in _records(log):
-            path = temporary / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(record.encode())
-        steps = setting.plan.chunks * setting.recorded.steps
-        n = len(states)
-        facts: dict[str, Number] = {
-            "nodes": n,
-            "asked": n,
-            "lost": "",
-            "lost_at": 0,
-            "slots": setting.member.engine.group.slots,
-            "steps_per_epoch": setting.member.assembly.steps_per_epoch,
-        }
-        write_checkpoint(disk, temporary, steps, [*states], text, facts)
-        temporary.rename(to)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    disk = RecordStore(folder)
+    disk.begin(FOLDERS)
+    text = config.dump(setting.job)
+    head = (log.place.disk.read(JOB, listed=True) or b"").decode().partition("\n")[0]
+    assert head.startswith(f"# {FORMAT}")
+    (folder / JOB).write_text(f"{head}\n{text}", encoding="utf-8")
+    (folder / FORK).write_text(json.dumps(about, indent=1), encoding="utf-8")
+    for name, record in _records(log):
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(record.encode())
+    n = len(states)
+    facts: dict[str, Number] = {
+        "nodes": n,
+        "asked": n,
+        "lost": "",
+        "lost_at": 0,
+        "slots": setting.member.engine.group.slots,
+        "steps_per_epoch": setting.member.assembly.steps_per_epoch,
+    }
+    return write_checkpoint(disk, folder, setting.total_steps, [*states], text, facts)
 
 
 def _records(log: ForkLog) -> Iterable[tuple[str, Record]]:

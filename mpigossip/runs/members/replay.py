@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mpigossip.cluster.world import SingleProcess
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import pluralize, print_note
+from mpigossip.engine.measurements import StepMetrics
 from mpigossip.members.live import correct_for_age, digest, read_model, rounds_late
 from mpigossip.members.pace import peer_weight
 from mpigossip.members.parts import parts_of
@@ -349,9 +350,9 @@ class ReplayExchange:
         return chunk
 
     def send(self, state: NodeState) -> int:
-        """Keep ``state``, which a member would publish, in `sent`; return 0, the bytes written."""
+        """Keep ``state``, which a member would publish, in `sent`; return its size in bytes."""
         self.sent = state
-        return 0
+        return sum(array.nbytes for array in state.stored().values())
 
     def receive(self) -> NodeState | None:
         """Return the peer's model; None from the second call."""
@@ -374,12 +375,15 @@ def repeat(script: ReplayLog, wanted: Iterable[Version], member: Any) -> str:
     return script.summary()
 
 
-def repeat_round(script: ReplayLog, version: Version, member: Any) -> NodeState:
+def repeat_round(
+    script: ReplayLog, version: Version, member: Any, *after: Callable[[StepMetrics, int], None]
+) -> NodeState:
     """Repeat one round whose inputs are known; return the model after it.
 
     :param script: records of the training
     :param version: the round
     :param member: `Member` that trains it
+    :param after: at most one function, which is called after each step, as by `Member.train`
     """
     models, peer, progress = script.take_inputs(version)
     exchange = ReplayExchange(peer, script.round(version).chunk, progress, version.place)
@@ -388,7 +392,7 @@ def repeat_round(script: ReplayLog, version: Version, member: Any) -> NodeState:
         member.begin(models)
     else:
         member.resume(models[0], version.round - 1, exchange)
-    member.train(exchange)
+    member.train(exchange, *after)
     return exchange.sent
 
 
