@@ -392,7 +392,7 @@ def test_labels_of_a_data_set_are_its_targets(user_module):
 
 @pytest.mark.parametrize("targets", [[[i % 2, i % 3] for i in range(40)], [[0]] * 39 + [[0, 1]]])
 def test_several_targets_per_sample_are_no_labels(user_module, targets):
-    """Sorting rows of targets would give other indices than those of the samples."""
+    """Sorting rows of targets would give indices of other samples."""
     labelled = Squares(40)
     labelled.targets = targets
     user_module(labelled=returning(labelled))
