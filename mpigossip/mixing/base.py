@@ -209,7 +209,7 @@ class Mixer:
 
     @property
     def sent_layout(self) -> Any:
-        """Layout of the messages that this process sends: ``layout``, or the layout of its shard."""
+        """Layout of the messages of this process: ``layout``, or the layout of its shard."""
         return self.layout
 
     @property
