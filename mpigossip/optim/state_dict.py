@@ -162,8 +162,7 @@ def check_method(
     """Raise JobError on all nodes if a state has another algorithm or cadence; collective.
 
     Algorithms such as "diloco" and "slowmo" have states with the same names and shapes, but with
-    another meaning. They are told apart by the name in the state, which earlier versions did not
-    write.
+    another meaning. The name in the state distinguishes them; earlier versions did not write it.
 
     :param world: all nodes
     :param state: a :func:`state`
