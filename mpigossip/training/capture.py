@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mpigossip.data.pytree import Nested, form, leaves, map_tensors
+from mpigossip.engine.overlapping_tensors import overwrite
 
 WARM_UP = 3
 """Number of passes before a capture, in which cuDNN chooses algorithms and libraries allocate
@@ -174,7 +175,7 @@ def preserve_state(module: nn.Module, device: torch.device | str) -> Iterator[No
     finally:
         with torch.no_grad():
             for buffer, value in buffers:
-                buffer.copy_(value)
+                overwrite(buffer, value)
         if on_gpu:
             torch.cuda.set_rng_state(state, device)
         else:
