@@ -162,6 +162,16 @@ def short_names(folders: Sequence[Path], longest: int = 32) -> list[str]:
     return names
 
 
+def drawable(text: str) -> str:
+    """Return a text that matplotlib draws unchanged.
+
+    Matplotlib reads the text between two $ as a formula. It omits legend entries that begin with _,
+    so a space is put in front of them.
+    """
+    escaped = text.replace("$", r"\$")
+    return f" {escaped}" if escaped.startswith("_") else escaped
+
+
 def description(log: Log) -> str:
     """Return a description of a run in a few words: algorithm, graph and number of nodes.
 

@@ -11,6 +11,7 @@ import numpy as np
 from mpigossip.analysis.logged_runs import (
     PARTS,
     LoggedRun,
+    drawable,
     is_simulated,
     mean_ms,
     over_nodes,
@@ -157,8 +158,10 @@ def metric(axes: Axes, runs: Sequence[LoggedRun], axis: Axis, name: str) -> None
     without this metric are left out.
     """
     shown = [run for run in runs if name in run.log.evaluations]
-    label = "fraction of test samples" if name == "accuracy" else f"{name}{runs[0].unit(name)}"
-    title = f"Test {name}" if shown else name  # A metric of a custom loop need not be of a test.
+    heading = drawable(name)
+    label = "fraction of test samples" if name == "accuracy" else f"{heading}{runs[0].unit(name)}"
+    # A metric of a custom loop need not be of a test.
+    title = f"Test {heading}" if shown else heading
     _dress(axes, title, label)
     drawn = [np.ones(0)]
     for run in shown:
@@ -264,7 +267,7 @@ def consensus(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
             if len(equal_runs) <= 3
             else f"{len(equal_runs)} of {len(runs)} runs"
         )
-        text = f"all nodes equal, except for rounding: {names}"
+        text = drawable(f"all nodes equal, except for rounding: {names}")
         axes.text(0.99, 0.98, text, transform=axes.transAxes, ha="right", va="top", fontsize=8.5)
 
 
@@ -276,7 +279,9 @@ def spread(axes: Axes, runs: Sequence[LoggedRun], axis: Axis) -> None:
     range.
     """
     name = next((name for run in runs for name in run.metrics), "accuracy")
-    of, scale = ("% points", 100) if name == "accuracy" else (f"{name}{runs[0].unit(name)}", 1)
+    of, scale = "% points", 100
+    if name != "accuracy":
+        of, scale = f"{drawable(name)}{runs[0].unit(name)}", 1
     _dress(axes, "Spread over nodes", f"local − averaged model ({of})")
     for run in runs:
         evaluations = run.log.evaluations
@@ -426,7 +431,7 @@ def times(axes: Axes, runs: Sequence[LoggedRun]) -> None:
     for position, total in enumerate(start):
         text = f" {three_digits(total)} ms" if total else " times are not known"
         axes.text(total, position, text, va="center", fontsize=9)
-    axes.set_yticks(positions, [run.name for run in runs])
+    axes.set_yticks(positions, [drawable(run.name) for run in runs])
     for label, run in zip(axes.get_yticklabels(), runs, strict=True):
         label.set(color=run.style["color"], fontweight="bold")
     axes.invert_yaxis()

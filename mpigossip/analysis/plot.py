@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpigossip.analysis import panels
-from mpigossip.analysis.logged_runs import LoggedRun, description, load, of_members, time_note
+from mpigossip.analysis.logged_runs import (
+    LoggedRun,
+    description,
+    drawable,
+    load,
+    of_members,
+    time_note,
+)
 from mpigossip.runs.summary import number
 from mpigossip.store.hdf5 import replacing
 from mpigossip.studies.seeds import parted
@@ -169,7 +176,8 @@ def _name_runs(target: FigureBase, runs: Sequence[LoggedRun], title: str) -> Non
         values = [(name, run.log.evaluations.get(name)) for name in run.metrics[:1]]
         last = "".join(f"; test {n} {number(v[-1])}" for n, v in values if v is not None and len(v))
         what = "" if run.bands else f": {description(run.log)}"
-        labels.append(f"{run.name}{what}{last}")
+        labels.append(drawable(f"{run.name}{what}{last}"))
+    title = drawable(title)
     if len(runs) == 1:
         target.suptitle(f"{title}: {labels[0]}" if title else labels[0], fontsize=13)
         return

@@ -344,6 +344,19 @@ def test_legends_of_a_training_curve_fit(tmp_path):
     assert len(over) == 3 and max(over) <= 0.01 * drawing.bbox.x1
 
 
+@pytest.mark.filterwarnings("error")
+def test_names_of_runs_are_drawn_as_they_are(tmp_path):
+    """Matplotlib reads text between two $ as a formula, and omits labels that begin with _."""
+    names = ["_base", "a$x^$b", "c"]
+    folders = [run(tmp_path / name, lr=0.1 * k, consensus=0.0) for k, name in enumerate(names, 1)]
+    for chosen in (folders, folders[1:2]):
+        drawn_figure = figure(load(chosen))
+        drawn_figure.savefig(io.BytesIO(), format="png")
+    texts = [text.get_text() for text in figure(load(folders)).legends[0].get_texts()]
+    shown = [text.partition(":")[0].strip().replace(r"\$", "$") for text in texts]
+    assert shown == names
+
+
 def test_an_invalid_job_is_left_out(tmp_path):
     log = read(run(tmp_path / "a") / "log.h5")
     for job in ("", "not TOML", "graph = 3\nalgorithm = 1", "[graph]\n[algorithm]"):

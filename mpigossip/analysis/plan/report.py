@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mpigossip.algorithms.cadence import BUILDERS
+from mpigossip.analysis.logged_runs import drawable
 from mpigossip.analysis.plan import (
     ALL_REDUCE,
     GOSSIP,
@@ -318,6 +319,6 @@ def picture(
     for right in others:
         right.set_yscale("log")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.suptitle(f"{what.job.run.name}: predicted")
+    figure.suptitle(drawable(f"{what.job.run.name}: predicted"))
     with replacing(Path(out)) as temporary:
         figure.savefig(temporary, format="png")
