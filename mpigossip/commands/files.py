@@ -164,7 +164,11 @@ def _check_output(out: Path) -> None:
 
     from mpigossip.store import StoreError
 
-    if out.is_file() and h5py.is_hdf5(out):
+    try:
+        is_hdf5 = out.is_file() and h5py.is_hdf5(out)
+    except PermissionError:
+        return  # The error of reading the run or of writing the output says more.
+    if is_hdf5:
         raise StoreError(
             f'"{out}" is an HDF5 file, such as a log, which the output would replace; give another '
             "name"

@@ -548,6 +548,7 @@ class StaleGradients:
         if grad is not None and grad.layout == torch.strided and not is_sharded(grad):
             self._was_nonzero = grad.any() if grad.numel() <= MAX_READ else None
 
+    @torch.utils.hooks.unserializable_hook  # otherwise, sending the model to a process warns
     def _accumulating(self, _: torch.Tensor) -> None:
         """Record, before a backward pass adds to used gradients, whether they have become zero.
 
