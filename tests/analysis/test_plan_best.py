@@ -264,7 +264,7 @@ def test_the_costs_of_each_style_are_quotients_of_the_losses_of_their_job():
 def test_a_measurement_with_the_style_of_the_job_is_preferred():
     settings = "algorithm.name=dsgd", "graph.name=one-peer-exponential", "local.name=adamw"
     texts = JOB.with_name("text-gpt.toml")
-    expected = {("awc", 10**9): 3.4, ("atc", 10**9): 12.71, ("atc", 10**5): 7.93, ("awc", 10): 3.4}
+    expected = {("awc", 10**9): 3.4, ("atc", 10**9): 12.71, ("atc", 10**5): 2.45, ("awc", 10): 3.4}
     for (style, parameters), cost in expected.items():
         job = assemble.load(texts, [*settings, f"algorithm.style={style}"])
         evidence = nearest(job, N, parameters)
@@ -288,14 +288,16 @@ def test_the_nearest_measurement_has_the_same_method_and_task():
     assert cost(JOB, *dmsgd, "task.name=mine:task") is None
     outer = "algorithm.name=diloco", "graph.name=complete", "cadence.name=cpsgd"
     assert cost(JOB, *outer, "cadence.period=32") is None  # no accuracy was measured
-    assert cost(texts, *outer, "cadence.period=32") == (21.46, 4, 32)
-    assert cost(texts, *outer, "cadence.period=20") == (21.46, 4, 32)
+    assert cost(texts, *outer, "cadence.period=32") == (22.95, 8, 32)
+    assert cost(texts, *outer, "cadence.period=32", parameters=10**7) == (21.46, 4, 32)
+    assert cost(texts, *outer, "cadence.period=20") == (22.95, 8, 32)
     assert cost(texts, *outer, "cadence.period=1000") is None
     assert cost(texts, *outer, "cadence.period=32", "cadence.fragments=4") is None
     gossip = "algorithm.name=dsgd", "algorithm.style=atc", "cadence.name=always", peer
     assert cost(texts, *gossip, "local.name=muon") == (1.09, 8, 1)
-    assert cost(texts, *gossip, "local.name=adamw", n=8) == (7.93, 8, 1)
-    assert cost(texts, *outer, "cadence.period=32", "local.name=muon") is None
+    assert cost(texts, *gossip, "local.name=adamw", n=8) == (2.45, 8, 1)
+    assert cost(texts, *outer, "cadence.period=32", "local.name=muon") == (13.17, 8, 32)
+    assert cost(texts, *outer, "cadence.period=1000", "local.name=muon") is None
 
 
 def test_a_cost_that_was_measured_with_another_style_says_so(monkeypatch, capsys):

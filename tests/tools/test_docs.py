@@ -389,20 +389,20 @@ def check_numbers(name, sentences):
 
 
 def test_each_number_of_the_answer_is_in_a_source_that_its_sentence_links():
-    """The page "Will it help me?" begins with the answer: five items of a list."""
+    """The page "Will it help me?" begins with the answer: six items of a list."""
     answer = PAGES["will-it-help"].partition("\n## ")[0]
     items = answer.split("\n* ")[1:]
-    assert len(items) == 5
+    assert len(items) == 6
     for item in items:
         check_numbers("tools/docs/will-it-help.md", item)
 
 
 def test_each_number_of_the_first_screen_and_of_the_results_of_the_readme_has_a_source():
     readme = (ROOT / "README.md").read_text()
-    items = readme.partition("\n**1. ")[0].split("\n* ")[1:4]
+    items = readme.partition("\n**1. ")[0].split("\n* ")[1:5]
     measured = readme.partition("\n## Measured\n")[2].partition("\n## ")[0]
     rows = [line for line in measured.splitlines() if line.startswith("| ") and "](" in line]
-    assert len(items) == 3 and len(rows) == 9
+    assert len(items) == 4 and len(rows) == 9
     for text in [*items, *rows]:
         check_numbers("README.md", text)
 
@@ -495,7 +495,7 @@ def test_the_losses_and_the_memory_on_the_page_of_a_gpt_have_a_source():
     page = PAGES["gpt-8x8"]
     losses = page.partition("\n## Expected loss")[2].partition("\n## ")[0]
     rows = [line for line in losses.splitlines() if line.startswith("| ") and "](" in line]
-    assert len(rows) == 5
+    assert len(rows) == 7
     for row in rows:
         check_numbers("tools/docs/gpt-8x8.md", row)
     (command,) = [line for line in lines("gpt-8x8", ["bash"]) if " --dry-run " in line]

@@ -80,6 +80,7 @@ PERCEPTRON = "perceptron, CIFAR-10, 5 paired seeds"
 GPT = "GPT of 2.2 M parameters, AdamW, 2 seeds"
 SMALL_GPT = "GPT of 0.2 M parameters, AdamW at twice the rate of all-reduce, 1 seed"
 TINY_GPT = "GPT of 0.07 M parameters, {}, 5 seeds"
+LARGER_GPT = "GPT of 0.36 M parameters, {}, 5 seeds"
 PEER = "one-peer-exponential"
 EVIDENCE = (
     Evidence("dmsgd", PEER, LENET, 62_006, 16, 1.63, (1.31, 1.94), "points", RESULTS,
@@ -94,10 +95,14 @@ EVIDENCE = (
              ("3.55 [2.52, 4.58] points",), style="atc"),
     Evidence("dsgd", PEER, GPT, 2_200_000, 4, 12.71, None, "%", BENCHMARKS, ("+12.71 %",),
              style="atc", seeds=2),
-    Evidence("dsgd", PEER, TINY_GPT.format("AdamW"), 72_000, 8, 7.93, (0.93, 14.94), "%", RESULTS,
-             ("7.93 [0.93, 14.94]",), style="atc"),
+    Evidence("dsgd", PEER, TINY_GPT.format("AdamW at the rate of all-reduce"), 72_000, 8, 2.45,
+             (1.98, 2.92), "%", RESULTS, ("2.45 [1.98, 2.92]",), style="atc"),
+    Evidence("dsgd", PEER, LARGER_GPT.format("AdamW"), 366_432, 8, 1.98, (1.43, 2.53), "%", RESULTS,
+             ("1.98 [1.43, 2.53]",), style="atc"),
     Evidence("dsgd", PEER, TINY_GPT.format("Muon"), 72_000, 8, 1.09, (0.21, 1.97), "%", RESULTS,
              ("1.09 [0.21, 1.97]",), style="atc", with_muon=True),
+    Evidence("dsgd", PEER, LARGER_GPT.format("Muon"), 366_432, 8, 0.21, (-0.77, 1.18), "%", RESULTS,
+             ("0.21 [-0.77, 1.18]",), style="atc", with_muon=True),
     Evidence("dsgd", PEER, SMALL_GPT, 174_656, 4, 3.4, None, "%", TEXT, ("3.4 %",), style="awc",
              seeds=1),
     Evidence("dsgd", PEER, SMALL_GPT, 174_656, 4, 0.8, None, "%", TEXT, ("0.8 %",), style="atc",
@@ -106,6 +111,10 @@ EVIDENCE = (
              ("+20.80 %",), 8, seeds=2),
     Evidence("diloco", "complete", GPT, 2_200_000, 4, 21.46, None, "%", BENCHMARKS,
              ("+21.46 %",), 32, seeds=2),
+    Evidence("diloco", "complete", TINY_GPT.format("AdamW"), 72_000, 8, 22.95, (21.46, 24.44), "%",
+             RESULTS, ("22.95 [21.46, 24.44]",), 32),
+    Evidence("diloco", "complete", TINY_GPT.format("Muon"), 72_000, 8, 13.17, (12.04, 14.31), "%",
+             RESULTS, ("13.17 [12.04, 14.31]",), 32, with_muon=True),
     Evidence("diloco", "complete", GPT, 2_200_000, 4, 25.60, None, "%", BENCHMARKS,
              ("+25.60 %",), 128, seeds=2),
     Evidence("gasloc", PEER, GPT, 2_200_000, 4, 27.43, None, "%", BENCHMARKS, ("+27.43 %",), 32,
