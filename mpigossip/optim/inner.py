@@ -506,7 +506,8 @@ class StaleGradients:
 
     It watches the gradient of one parameter by torch's version counter of in-place changes, which
     does not count changes through `.data`. If nothing else has cleared the gradient before a
-    backward pass, its values are compared with zero, unless there are more than `MAX_READ`.
+    backward pass, its values are therefore compared with zero, unless there are more than
+    `MAX_READ`. A missing `zero_grad` is not noticed while all values are zero.
     """
 
     def __init__(self) -> None:
@@ -514,7 +515,6 @@ class StaleGradients:
         self._spent: tuple[torch.Tensor, int, int] | None = None
         self._added = False
         self._zeroed = False
-        self._was_nonzero: torch.Tensor | None = None
         self._passes = 0
         self._hooks: list[Any] = []
 
@@ -543,23 +543,20 @@ class StaleGradients:
         self._passes = 0
         self._added = False
         self._zeroed = False
-        self._was_nonzero = None
-        # This reads the gradient, but the host of a GPU does not wait for the result.
-        if grad is not None and grad.layout == torch.strided and not is_sharded(grad):
-            self._was_nonzero = grad.any() if grad.numel() <= MAX_READ else None
 
     @torch.utils.hooks.unserializable_hook  # otherwise, sending the model to a process warns
     def _accumulating(self, _: torch.Tensor) -> None:
-        """Record, before a backward pass adds to used gradients, whether they have become zero.
+        """Record, before a backward pass adds to used gradients, whether they are zero.
 
         ``p.grad.data.zero_()`` clears gradients, too, but torch does not count this change. The
         values are read only if nothing else has cleared the gradients.
         """
-        if self._spent is None or self._was_nonzero is None:
+        if self._spent is None or self._parameter is None:
             return
         grad, version, _of_local = self._spent
-        is_uncounted = grad._version == version + self._passes
-        if self._parameter.grad is grad and is_uncounted and bool(self._was_nonzero):
+        is_unchanged = self._parameter.grad is grad and grad._version == version + self._passes
+        is_readable = grad.layout == torch.strided and not is_sharded(grad)
+        if is_unchanged and is_readable and grad.numel() <= MAX_READ:
             self._zeroed |= not bool(grad.any())
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
@@ -571,8 +568,8 @@ class StaleGradients:
             grad, version, of_local = self._spent
             # Several passes may belong to different losses, as in a GAN: the last one decides.
             self._passes += 1
-            is_uncounted = grad._version == version + self._passes
-            self._added = parameter.grad is grad and is_uncounted and not self._zeroed
+            is_unchanged = grad._version == version + self._passes
+            self._added = parameter.grad is grad and is_unchanged and not self._zeroed
             if is_sharded(grad):  # torch adds to its local shard, and counts zeroing separately
                 same = parameter.grad is grad and grad._version == version
                 self._added = same and local_shard(grad)._version > of_local
