@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import launch, warmserver
-from tests.cases import naming
+from tests.cases import naming, on_each
 from tests.rankpool import RankError, Ranks
 
 WARM = str(launch.REPO / "tests" / "warmserver.py")
@@ -131,3 +131,29 @@ def test_mpirun_reports_what_outlives_it(mpirun):
     code = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
     with pytest.raises(pytest.fail.Exception, match=naming("left running", "'sleep 600")):
         mpirun(0, [sys.executable, "-c", code])
+
+
+REPORT = """mpigossip: give more
+--------------------------------------------------------------------------
+prterun detected that one or more processes exited with non-zero status,
+thus causing the job to be terminated. The first process to do so was:
+
+   Process name: [prterun-host-12143@1,0]
+   Exit code:    2
+--------------------------------------------------------------------------
+"""
+
+
+@on_each(
+    ("code", "err", "expected"),
+    [
+        (-11, REPORT, 2),
+        (-11, "mpigossip: give more\n", -11),  # nothing is known about the ranks
+        (2, REPORT, 2),
+        (139, REPORT, 139),
+    ],
+)
+def test_a_crash_of_the_launcher_after_its_report_is_not_the_exit_code_of_the_job(
+    code, err, expected
+):
+    assert launch._job_code(code, err) == expected
