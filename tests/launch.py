@@ -306,7 +306,7 @@ def _job_code(code: int, err: str) -> int:
     """Return the exit code of a job, also if Open MPI's launcher crashed after all ranks had ended.
 
     prterun 5.0 rarely ends by SIGSEGV after it has reported which rank failed first, and with which
-    exit code (seen once, on a busy machine). It does not report ranks that end by SIGSEGV in this way.
+    exit code (seen once, on a busy machine). Ranks that end by SIGSEGV are reported otherwise.
 
     :param code: exit code of the launcher
     :param err: what launcher and ranks wrote to stderr
