@@ -219,6 +219,7 @@ def take_over(driver, other):
     assert not saved
     driver.restore_counters(other.numbers())
     driver.restore_cadence(other.numbers())
+    driver.counts = list(other.counts)
 
 
 def driven(method, graph, x, gradient, lr=0.1, wire=FP32):

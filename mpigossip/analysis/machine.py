@@ -2,13 +2,14 @@
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
 
 import torch
 
+from mpigossip.algorithms.cadence import period_of
 from mpigossip.analysis.timing import Work, arithmetic, take_turns
 from mpigossip.cluster.local_devices import slots_of
 from mpigossip.cluster.world import World
@@ -150,7 +151,7 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
     # The ranks of each node run the steps together, without exchanges with other nodes.
     alone = isolate_node(world) if world.nodes.per_node > 1 else SingleProcess()
     with world.raise_together(JobError):
-        assembly = assemble.assemble(_with_data(job, what), alone, 1)
+        assembly = assemble.assemble(_with_data(_one_node(job), what), alone, 1)
     try:
         seconds: dict[str, list[float]] = {"compute_s": [], "node_s": [], "exchange_s": []}
         world.barrier()
@@ -173,6 +174,14 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
     rank_medians = world.broadcast(world.gather(medians))
     means = [statistics.fmean(values) for values in zip(*rank_medians, strict=True)]
     return tuple(means)
+
+
+def _one_node(job: Job) -> Job:
+    """Return the job without numbers of local steps and weights that it gives to each node."""
+    cadence = job.cadence
+    if isinstance(cadence.options.get("period"), Sequence):
+        cadence = replace(cadence, options=cadence.options | {"period": period_of(cadence.options)})
+    return replace(job, cadence=cadence, algorithm=replace(job.algorithm, node_weights="equal"))
 
 
 def _with_data(job: Job, what: Subject) -> Job:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mpigossip.config import packaged, stored_jobs, toml
-from mpigossip.config.choices import LOCAL, Tables, spec_of
+from mpigossip.config.choices import LOCAL, Tables, options_of, spec_of
 from mpigossip.config.defaults import (
     NAMES,
     Sections,
@@ -33,7 +33,8 @@ def load(
 ) -> Job:
     """Read a job, apply overrides, and check all settings.
 
-    If an override changes the name in a section, the options of the old name are dropped. If the
+    If an override changes the name in a section, the options of the old name are dropped. If it
+    gives the section its first name, the options that this name does not have are dropped. If the
     new name is an algorithm with its own local step, the section `[local]` is dropped, too, unless
     an override sets a key of it.
 
@@ -143,6 +144,16 @@ def _apply_overrides(
                 key: value
                 for key, value in table.items()
                 if key in _keys(section) or f"{section}.{key}" in changed_paths
+            }
+    for section, path in NAMES.items():
+        table = result.get(section)
+        if path in changed_paths and section not in before and isinstance(table, dict):
+            # The file does not name what has these options: it is implied, as diloco implies cpsgd.
+            known = {*_keys(section), *options_of(tables.get(path, {}), after[section])}
+            result[section] = {
+                key: value
+                for key, value in table.items()
+                if key in known or f"{section}.{key}" in changed_paths
             }
     sets_local = any(path.startswith("local.") for path in changed_paths)
     spec = spec_of(tables.get("algorithm.name", {}), after.get("algorithm"))

@@ -15,6 +15,7 @@ from mpigossip.config.limits import (
     Count,
     Devices,
     Name,
+    NodeWeights,
     NotNegative,
     OneOrMore,
     Percent,
@@ -169,6 +170,10 @@ class AlgorithmSection:
     average_state: dict[str, Period] = field(default_factory=dict)
     """Period, in steps, with which arrays of the local step are averaged between nodes, too, by
     name: `{second = 16}` averages the running mean of g² of AdamW at every 16th step."""
+    node_weights: Literal["equal", "steps"] | NodeWeights = "equal"
+    """Weight of each node in averages between nodes: `"equal"`; `"steps"`: in proportion to its
+    local steps in a period, which a list as `cadence.period` gives; or a list with a positive
+    number for each node."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword-only arguments of the algorithm's builder."""
 

@@ -5,6 +5,7 @@ or rounds that are drawn when they are needed.
 """
 
 import hashlib
+import math
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,14 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from mpigossip.config.errors import UserError
-from mpigossip.graphs.rounds import TOLERANCE, Round, SparseMatrix
+from mpigossip.graphs.rounds import (
+    TOLERANCE,
+    Round,
+    SparseMatrix,
+    exact_average,
+    is_exact_average,
+    weigh_nodes,
+)
 
 SAMPLED_ROUNDS = 8
 """Number of rounds from which the facts of a graph are computed if its rounds are drawn without
@@ -107,20 +115,23 @@ class Shuffled:
 
 @lru_cache(maxsize=64)
 def _drawn(drawn: "Drawn", t: int) -> Round:
-    return drawn.draw(drawn.n, drawn.seed, t).slack(drawn.kappa)
+    r = drawn.draw(drawn.n, drawn.seed, t).slack(drawn.kappa)
+    return weigh_nodes(r, drawn.node_weights) if drawn.node_weights else r
 
 
 @dataclass(frozen=True)
 class Drawn:
     """Endless sequence of rounds: round t is draw(n, seed, t), with the slack ``kappa``.
 
-    `rounds` holds the first SAMPLED_ROUNDS rounds only.
+    If there are ``node_weights``, `weigh_nodes` is applied to each round. `rounds` holds the first
+    SAMPLED_ROUNDS rounds only.
     """
 
     draw: Callable[[int, int, int], Round]
     n: int
     seed: int
     kappa: float = 1.0
+    node_weights: tuple[float, ...] = ()
     period = None
 
     @property
@@ -138,11 +149,11 @@ Schedule = Cycle | Shuffled | Drawn
 class Graph:
     """Sequence of mixing matrices W(t) of rounds t = 0, 1, 2, …; made by :func:`mpigossip.graph`.
 
-    Two graphs are equal if their schedules and their `times` are equal, including the order of
-    summation; names, options and `stated` do not count. Rounds ``t`` and nodes ``i``, ``j`` are
-    counted from 0. The constructor raises GraphError if there is no round, if rounds have different
-    numbers of nodes or more in-neighbours than stated, or if neither the rows nor the columns of a
-    round sum to one.
+    Two graphs are equal if their schedules, `times` and `node_weights` are equal, including the
+    order of summation; names, options and `stated` do not count. Rounds ``t`` and nodes ``i``,
+    ``j`` are counted from 0. The constructor raises GraphError if there is no round, if rounds have
+    different numbers of nodes or more in-neighbours than stated, or if neither the rows nor the
+    columns of a round sum to one.
     """
 
     schedule: Schedule
@@ -154,6 +165,9 @@ class Graph:
     """
     times: int = 1
     """Number of times that each round is used before the next; round t uses W(⌊t / times⌋)."""
+    node_weights: tuple[float, ...] = ()
+    """Weight w_i of each node, so that Σ_i w_i x_i is preserved and averages over all nodes are
+    Σ_i w_i x_i; the weights sum to one. Empty: all nodes have the weight 1/n."""
 
     def __post_init__(self) -> None:
         if not self.schedule.rounds:
@@ -211,10 +225,13 @@ class Graph:
     def fingerprint(self) -> str:
         """SHA-256 of neighbours, in the order of summation, and weights of the first 64 rounds.
 
-        A graph with a shorter period has the SHA-256 of one period. It is in hexadecimal.
+        A graph with a shorter period has the SHA-256 of one period. The weights of nodes are
+        included if there are any. It is in hexadecimal.
         """
         rounds = map(self.round, range(min(64, self.period or 64)))
-        keys = [r._key() if isinstance(r, SparseMatrix) else r for r in rounds]
+        keys: list[object] = [r._key() if isinstance(r, SparseMatrix) else r for r in rounds]
+        if self.node_weights:
+            keys.append(self.node_weights)
         return hashlib.sha256(repr(keys).encode()).hexdigest()
 
     @cached_property
@@ -242,15 +259,22 @@ class Graph:
         """Return whether rows and columns sum to one in every round, which preserves the mean."""
         return {"row-stochastic", "column-stochastic"} <= self.facts
 
+    @property
+    def average_weights(self) -> tuple[float, ...]:
+        """Weight of each node in averages over all nodes: `node_weights`, or 1/n for each node."""
+        return self.node_weights or (1 / self.n,) * self.n
+
     @cached_property
     def complete(self) -> bool:
-        """Return whether every round is the exact average, W = 11ᵀ/n; False for drawn rounds."""
-        edges = self.n * (self.n - 1)
-        has_facts = self.doubly_stochastic and isinstance(self.schedule, Cycle | Shuffled)
-        return has_facts and all(
-            r.edge_count == edges and abs(r.smallest() - 1 / self.n) <= TOLERANCE
-            for r in self.schedule.rounds
-        )
+        """Return whether every round is the exact average over all nodes; False for drawn rounds.
+
+        The exact average is W = 11ᵀ/n, or, with weights of nodes, W = 1wᵀ.
+        """
+        if not isinstance(self.schedule, Cycle | Shuffled):
+            return False
+        if self.node_weights:
+            return set(self.schedule.rounds) == {exact_average(self.node_weights)}
+        return self.doubly_stochastic and all(map(is_exact_average, self.schedule.rounds))
 
     def round(self, t: int) -> Round:
         """Return round ``t`` as a `Circulant` or `SparseMatrix` value.
@@ -321,6 +345,52 @@ class Graph:
         """
         return self.slack(0.5)
 
+    def weighted(self, weights: Sequence[float]) -> "Graph":
+        """Return the graph that preserves the weighted mean Σ_i w_i x_i, with Σ_i w_i = 1.
+
+        Each round W becomes I − D (I − W), where D is diagonal with D_ii = min(w)/w_i, and 11ᵀ/n
+        becomes 1wᵀ. Repeated averaging leads to the weighted mean, which an exact average over all
+        nodes computes at once. The larger max(w)/min(w), the more rounds it takes.
+
+        :param weights: n positive numbers, in proportion to the w_i; if all are equal, the graph is
+            returned unchanged
+        :raises GraphError: if there are not n positive finite numbers, if rows and columns of W do
+            not sum to one in every round, if the nodes have weights already, or if links of the
+            graph fail
+        """
+        values = [float(weight) for weight in weights]
+        if len(values) != self.n:
+            raise GraphError(
+                f'graph "{self.name}": got {len(values)} weights of nodes; pass one for each of '
+                f"its {self.n} nodes"
+            )
+        if not all(0 < value < math.inf for value in values):
+            raise GraphError(
+                f'graph "{self.name}": weights of nodes must be greater than 0 and finite, got '
+                f"{values}; a node without weight would never be averaged with: leave it out"
+            )
+        if len(set(values)) == 1:
+            return self
+        if self.node_weights or not self.doubly_stochastic:
+            reason = "have weights already" if self.node_weights else "keep no common mean"
+            raise GraphError(
+                f'graph "{self.name}": its nodes {reason}; weigh the nodes of a doubly stochastic '
+                "graph, such as one-peer-exponential"
+            )
+        total = math.fsum(values)
+        normalized = tuple(value / total for value in values)
+        schedule: Schedule
+        if isinstance(self.schedule, Drawn):
+            schedule = replace(self.schedule, node_weights=normalized)
+        elif isinstance(self.schedule, Cycle | Shuffled):
+            schedule = self.schedule.mapped(lambda r: weigh_nodes(r, normalized))
+        else:
+            raise GraphError(
+                f'graph "{self.name}": links of this graph fail, so its nodes can\'t have weights; '
+                "remove the faults"
+            )
+        return replace(self, schedule=schedule, node_weights=normalized)
+
     def slowed(self, times: int) -> "Graph":
         """Return the graph that uses each round ``times`` times before the next round."""
         return self if times == 1 else replace(self, times=times * self.times)
@@ -341,6 +411,9 @@ class Graph:
             words.append("doubly stochastic")
         else:
             words += sorted(self.facts & {"row-stochastic", "column-stochastic"})
+        if self.node_weights:
+            low, high = min(self.node_weights), max(self.node_weights)
+            words.append(f"nodes weighted by {low:.3g} to {high:.3g}")
         if "signed" in self.facts:
             smallest = min(r.smallest() for r in self.schedule.rounds)
             words.append(f"SIGNED: the smallest weight is {smallest:.4g}")

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from mpigossip.graphs.base import Drawn, Graph, GraphError
-from mpigossip.graphs.rounds import Round, SparseMatrix
-from mpigossip.graphs.weights import as_sparse, links
+from mpigossip.graphs.rounds import Round, SparseMatrix, as_sparse
+from mpigossip.graphs.weights import links
 
 WORK = 1 << 28
 """Limit of the work of a search: number of swaps times n², the number of pairs of each swap."""
@@ -175,12 +175,17 @@ def renumbered(graph: Graph, graph_nodes: Sequence[int] | np.ndarray) -> Graph:
 
     :param graph: graph to renumber
     :param graph_nodes: the n nodes of ``graph``, each once, in their new order
-    :raises GraphError: if the rounds of the graph are drawn at random, and ``graph_nodes`` changes
-        the order of the nodes
+    :raises GraphError: if ``graph_nodes`` changes the order of the nodes, and the rounds of the
+        graph are drawn at random, or its nodes have weights
     """
     given_nodes = np.asarray(graph_nodes, np.int64)
     if np.array_equal(given_nodes, np.arange(graph.n)):
         return graph
+    if graph.node_weights:
+        raise GraphError(
+            f'renumbered: the nodes of graph "{graph.name}" have weights: renumber the graph '
+            "first, and then weigh its nodes"
+        )
     node_at = np.argsort(given_nodes)
 
     def change(r: Round) -> Round:

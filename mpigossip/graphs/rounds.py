@@ -249,6 +249,48 @@ class SparseMatrix:
 Round = Circulant | SparseMatrix
 
 
+def as_sparse(r: Round) -> SparseMatrix:
+    """Return the same round as `SparseMatrix`."""
+    if isinstance(r, SparseMatrix):
+        return r
+    to = np.repeat(np.arange(r.n), r.degree)
+    source = (to.reshape(r.n, -1) + np.array(r.offsets, np.int64)).ravel() % r.n
+    return SparseMatrix.from_edges(r.n, to, source, np.tile(r.weights, r.n), np.full(r.n, r.own))
+
+
+def exact_average(weights: Sequence[float]) -> SparseMatrix:
+    """Return the round in which each node gets Σ_j ``weights[j]`` · x_j, W = 1wᵀ.
+
+    :param weights: weight of each node; they sum to one
+    """
+    return SparseMatrix.from_matrix(np.tile(np.asarray(weights, np.float64), (len(weights), 1)))
+
+
+def is_exact_average(r: Round) -> bool:
+    """Return whether W = 11ᵀ/n, so that each node gets the mean of all nodes."""
+    is_complete = r.edge_count == r.n * (r.n - 1)
+    return is_complete and abs(r.smallest() - 1 / r.n) <= TOLERANCE
+
+
+def weigh_nodes(r: Round, weights: Sequence[float]) -> SparseMatrix:
+    """Return the round that preserves Σ_i w_i x_i instead of Σ_i x_i, for w = ``weights``.
+
+    It is W' = I − D (I − W), where D is diagonal with D_ii = min(w)/w_i, so that a node with a
+    larger weight moves less. If W is doubly stochastic, rows of W' sum to one, and wᵀ W' = wᵀ.
+    W = 11ᵀ/n becomes W' = 1wᵀ, so that one round still computes the average.
+
+    :param r: round whose W is doubly stochastic
+    :param weights: weight w_i > 0 of each node; they sum to one
+    """
+    if is_exact_average(r):
+        return exact_average(weights)
+    edges = as_sparse(r)
+    share = min(weights) / np.asarray(weights, np.float64)
+    own = share * edges.own + (1.0 - share)
+    per_edge = share[edges.edge_receivers] * edges.weights
+    return SparseMatrix(edges.indptr, edges.indices, per_edge, own)
+
+
 class Xor(SparseMatrix):
     """Round that pairs nodes i and i xor k, with another formula for the own weight after slack.
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from mpigossip.graphs.base import Graph, GraphError
 from mpigossip.graphs.exponential import rounds_needed
-from mpigossip.graphs.rounds import Circulant, Round
-from mpigossip.graphs.weights import as_sparse, links
+from mpigossip.graphs.rounds import Circulant, Round, as_sparse
+from mpigossip.graphs.weights import links
 
 LARGE = 512
 """Largest number of nodes for which a run computes the spectral gap of its graph, because this

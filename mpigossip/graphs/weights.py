@@ -15,16 +15,7 @@ import numpy as np
 
 from mpigossip.config.toml import near
 from mpigossip.graphs.base import Drawn, Graph, GraphError, static
-from mpigossip.graphs.rounds import Circulant, Round, SparseMatrix
-
-
-def as_sparse(r: Round) -> SparseMatrix:
-    """Return the same round as `SparseMatrix`."""
-    if isinstance(r, SparseMatrix):
-        return r
-    to = np.repeat(np.arange(r.n), r.degree)
-    source = (to.reshape(r.n, -1) + np.array(r.offsets, np.int64)).ravel() % r.n
-    return SparseMatrix.from_edges(r.n, to, source, np.tile(r.weights, r.n), np.full(r.n, r.own))
+from mpigossip.graphs.rounds import Circulant, Round, SparseMatrix, as_sparse
 
 
 def links(graph: Graph) -> Any:
@@ -238,14 +229,19 @@ def rule(name: str) -> Callable[[Round], Round]:
 def reweighted(graph: Graph, name: str) -> Graph:
     """Return the graph with the edges of each round weighted by the rule ``name``.
 
-    :raises GraphError: if there is no such rule, if the rule cannot be applied to a round, or if
-        the rounds are drawn
+    :raises GraphError: if there is no such rule, if the rule cannot be applied to a round, if the
+        rounds are drawn, or if the nodes have weights
     """
     change = rule(name)
     if isinstance(graph.schedule, Drawn):
         raise GraphError(
             f'graph "{graph.name}" is drawn again in each round and keeps its own weights; '
             f'remove weights = "{name}"'
+        )
+    if graph.node_weights:
+        raise GraphError(
+            f'graph "{graph.name}": its nodes have weights, which the rule "{name}" would replace: '
+            "apply the rule first, and then weigh the nodes"
         )
     options = {**dict(graph.options), "weights": name}
     result = replace(graph, schedule=graph.schedule.mapped(change))

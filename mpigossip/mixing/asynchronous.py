@@ -369,7 +369,9 @@ class Asynchronous(WindowAccess, RankMixer):
         self._flush_corrections()
         self._apply_corrections()
         own, out = (m.split(self.layout.slot_bytes) for m in (self._result.clone(), self._result))
-        self._waited += average_message(self.layout, self.rank, self.n, own, out, self._swap)
+        self._waited += average_message(
+            self.layout, self.rank, self._equal_weights, own, out, self._swap
+        )
 
     def _flush_corrections(self) -> None:
         """Wait until the corrections of all ranks have arrived; collective."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mpigossip.graphs.rounds import exact_average
 from mpigossip.mixing.wire import FP32, Wire
 
 MessageArrays = list[tuple[torch.Tensor, ...]]
@@ -273,8 +274,9 @@ class Mixer:
         ``sent`` is the node's own message as the other nodes decode it. After a GOSSIP exchange of
         a synchronous mixer, ``mixed`` is the weighted sum, ``mixed[i] = Σ_j W[i, j] sent_j``; an
         asynchronous mixer also subtracts corrections (`asynchronous`). After a GLOBAL exchange,
-        ``mixed`` is the average over all nodes, and after a LOCAL exchange, it is ``sent``. Both
-        must not be changed, and are valid until the next call of :meth:`outbox`.
+        ``mixed`` is the average over all nodes, weighted if the graph has weights of nodes, and
+        after a LOCAL exchange, it is ``sent``. Both must not be changed, and are valid until the
+        next call of :meth:`outbox`.
 
         :param into: array to which the mixer may write the sum if it has not computed it yet, so
             that ``mixed`` is this array; None: the mixer's memory. It may only be given in a GOSSIP
@@ -347,11 +349,16 @@ class Mixer:
 
 
 def is_average(graph, t: int) -> bool:
-    """Return whether round t is a global average: W(t) = 11ᵀ/n, with n > 2 nodes."""
+    """Return whether round t is a global average, with n > 2 nodes.
+
+    W(t) is then 11ᵀ/n, or 1wᵀ if the nodes have weights w.
+    """
     if graph.n <= 2 or graph.degree < graph.n - 1:
         return False
     if graph.complete:
         return True
+    if graph.node_weights:
+        return graph.round(t) == exact_average(graph.node_weights)
     for i in range(graph.n):
         sources, weights, own = graph.neighbours(t, i)
         if len(sources) < graph.n - 1 or any(w != own for w in weights):
@@ -370,11 +377,11 @@ def bytes_per_exchange(
 ) -> int:
     """Return the bytes that ``node`` sends in one exchange of a message.
 
-    GOSSIP sends one message to each out-neighbour. GLOBAL, and a round with W = 11ᵀ/n, is a
-    reduce-scatter followed by an all-gather and sends 2(n − 1)/n messages. A sum of encoded
-    messages cannot be encoded again. A global average of encoded messages therefore sends either
-    the decoded values in this way, or the encoded message to all n − 1 other nodes; the cheaper of
-    the two is used.
+    GOSSIP sends one message to each out-neighbour. GLOBAL, like a round that averages over all
+    nodes, is a reduce-scatter followed by an all-gather and sends 2(n − 1)/n messages. A sum of
+    encoded messages cannot be encoded again. A global average of encoded messages therefore sends
+    either the decoded values in this way, or the encoded message to all n − 1 other nodes; the
+    cheaper of the two is used.
 
     :param graph: graph of the nodes
     :param kind: kind of the exchange

@@ -42,7 +42,7 @@ Swap = Callable[[ByRank, ByRank], float]
 
 def average(
     rank: int,
-    n: int,
+    weights: Sequence[float],
     own: Arrays,
     out: Arrays,
     swap: Swap,
@@ -51,14 +51,14 @@ def average(
     inboxes: Arrays | None = None,
     on: Callable[[int], AbstractContextManager] = nullcontext,
 ) -> float:
-    """Compute ``out = (Σ_j own_j) / n`` over n ranks in rank order; return the seconds waited.
+    """Compute ``out = Σ_j weights[j] · own_j`` over n ranks in rank order; return seconds waited.
 
     The arrays are averaged piece by piece. A piece takes a reduce-scatter, in which rank r sums
     chunk r in rank order, and an all-gather. Each rank sends about 2(n − 1)/n times the size of
     ``own``, and the result is bitwise identical on all ranks.
 
     :param rank: number of this rank
-    :param n: number of ranks
+    :param weights: weight of each of the n ranks; 1/n for the mean
     :param own: for each slot, a contiguous array (p,) of this rank; all have the same dtype
     :param out: for each slot, a contiguous array (p,) for the average
     :param swap: function that sends arrays to other ranks and receives theirs
@@ -69,6 +69,7 @@ def average(
         the sums of this slot are launched
     """
     waited = 0.0
+    n = len(weights)
     count = own[0].numel()
     limit = max(1, min(share, -(-count // n)))
     inboxes = inboxes or [torch.empty(n * limit, dtype=array.dtype) for array in own]
@@ -77,14 +78,14 @@ def average(
         piece = slice(begin, begin + n * limit)
         own_chunks = [array[piece].chunk(n) for array in own]
         out_chunks = [array[piece].chunk(n) for array in out]
-        waited += _reduce_scatter(rank, n, own_chunks, out_chunks, inboxes, swap, on)
+        waited += _reduce_scatter(rank, weights, own_chunks, out_chunks, inboxes, swap, on)
         waited += _all_gather(rank, n, out_chunks, swap)
     return waited
 
 
 def _reduce_scatter(
     rank: int,
-    n: int,
+    weights: Sequence[float],
     own: Chunks,
     out: Chunks,
     inboxes: Arrays,
@@ -97,6 +98,7 @@ def _reduce_scatter(
     ``inboxes`` holds for each slot an array (n, elements) for the chunks of the other ranks.
     :func:`average` describes the other parameters.
     """
+    n = len(weights)
     summed = range(len(own[0]))
     sent = {(j, s): chunks[j] for s, chunks in enumerate(own) for j in summed if j != rank}
     if rank not in summed:
@@ -109,7 +111,7 @@ def _reduce_scatter(
         own_row = own[s][rank].unsqueeze(0)
         in_order = [*terms[:rank], own_row, *terms[rank + 1 :]]
         with on(s):
-            weighted_sum([1 / n] * n, in_order, out[s][rank].unsqueeze(0))
+            weighted_sum(weights, in_order, out[s][rank].unsqueeze(0))
     return waited
 
 
@@ -128,13 +130,18 @@ def _all_gather(rank: int, n: int, out: Chunks, swap: Swap) -> float:
 
 
 def average_message(
-    layout: MessageLayout, rank: int, n: int, message: Arrays, result: Arrays, swap: Swap
+    layout: MessageLayout,
+    rank: int,
+    weights: Sequence[float],
+    message: Arrays,
+    result: Arrays,
+    swap: Swap,
 ) -> float:
-    """Average messages in host memory exactly over n ranks; return the seconds waited.
+    """Average messages in host memory exactly over all ranks; return the seconds waited.
 
     :param layout: layout of the messages
     :param rank: number of this rank
-    :param n: number of ranks
+    :param weights: weight of each rank
     :param message: for each slot, the bytes of this rank's message, uint8
     :param result: for each slot, the memory of the average, uint8
     :param swap: function that sends arrays to other ranks and receives theirs
@@ -142,13 +149,14 @@ def average_message(
     waited = 0.0
     for dtype, part in layout.slot_parts:
         own, out = ([array[part].view(dtype) for array in arrays] for arrays in (message, result))
-        waited += average(rank, n, own, out, swap)
+        waited += average(rank, weights, own, out, swap)
     return waited
 
 
 def average_encoded(
     layout: MessageLayout,
     rank: int,
+    weights: Sequence[float],
     own: Arrays,
     all_encoded: Arrays,
     out: MessageArrays,
@@ -162,6 +170,7 @@ def average_encoded(
 
     :param layout: layout of the messages
     :param rank: number of this rank
+    :param weights: weight of each rank
     :param own: for each slot, the encoded message of this rank, uint8
     :param all_encoded: for each slot, an array (n, bytes) that receives the message of each rank;
         the row of this rank is not used
@@ -177,7 +186,7 @@ def average_encoded(
     for s, encoded in enumerate(all_encoded):
         sources = [out[s] if j == rank else encoded[j] for j in range(n)]
         with on(s):
-            sum_messages(layout, [1 / n] * n, sources, result[s], layout.fields)
+            sum_messages(layout, weights, sources, result[s], layout.fields)
     return waited
 
 
@@ -254,6 +263,7 @@ class RankMixer(Mixer):
             )
         super().__init__(graph, layout, range(world.rank, world.rank + 1))
         self.rank = world.rank
+        self._equal_weights = [1 / self.n] * self.n
         self._comm = world.duplicate()
         self._timeout_s = timeout_s
         self._comm.timeout_s = timeout_s
@@ -265,7 +275,7 @@ class RankMixer(Mixer):
             return self._mean_through_host(x[0].contiguous())
         own = x[0].contiguous()
         out = torch.empty_like(own)
-        average(self.rank, self.n, [own], [out], self._swap)
+        average(self.rank, self._equal_weights, [own], [out], self._swap)
         return out
 
     def _mean_through_host(self, own: torch.Tensor) -> torch.Tensor:
@@ -279,7 +289,7 @@ class RankMixer(Mixer):
             count = piece.stop - piece.start
             sent[:count].copy_(own[piece], non_blocking=True)
             stream.synchronize()  # This also ends the copy of the last piece from ``received``.
-            average(self.rank, self.n, [sent[:count]], [received[:count]], self._swap)
+            average(self.rank, self._equal_weights, [sent[:count]], [received[:count]], self._swap)
             out[piece].copy_(received[:count], non_blocking=True)
         stream.synchronize()
         return out
@@ -287,9 +297,8 @@ class RankMixer(Mixer):
     def mean_scalars(self, values: torch.Tensor) -> torch.Tensor:
         check_process()
         own = values.contiguous().cpu()
-        n = self.n
-        rows = torch.empty(n, own.shape[1], dtype=own.dtype)
+        rows = torch.empty(self.n, own.shape[1], dtype=own.dtype)
         request = self._comm.Iallgather(own.numpy(), rows.numpy())
         message = "average of scalars: a rank is late"
         wait_all({0: request}, self._timeout_s, lambda _: message, all_ranks)
-        return weighted_sum([1 / n] * n, list(rows.split(1)), torch.empty_like(own))[0]
+        return weighted_sum(self._equal_weights, list(rows.split(1)), torch.empty_like(own))[0]

@@ -273,7 +273,7 @@ class AverageInPlace(Exchange):
         self._shared.publish_to_all(self.round.t)
 
     def finish(self, into: torch.Tensor | None = None) -> MessageArrays:
-        self._shared.average(self._layout.parts, self.round.t)
+        self._shared.average(self._layout.parts, self.round.plan.weights, self.round.t)
         return self._buffers.segments(self._shared.result)
 
 

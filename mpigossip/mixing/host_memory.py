@@ -179,11 +179,17 @@ class SharedOutboxes:
         self._notifications.wait([index], HALF, t)
         self._window.Sync()
 
-    def average(self, parts: Sequence[tuple[torch.dtype, slice]], t: int) -> None:
+    def average(
+        self, parts: Sequence[tuple[torch.dtype, slice]], weights: Sequence[float], t: int
+    ) -> None:
         """Average all outboxes exactly, in rank order, into the result areas of all ranks.
 
         The rank with the index r on this host sums chunk r and writes it to the result areas of all
         ranks, which takes one pass over the memory.
+
+        :param parts: ranges of bytes of a message that have one dtype
+        :param weights: weight of each rank
+        :param t: number of the round
         """
         # All outboxes are complete, and no rank reads an old result, so chunks may be written.
         self._notifications.wait(self._others, READY, t)
@@ -196,7 +202,7 @@ class SharedOutboxes:
             own_chunk = targets[self.rank][self.rank]
             rows = [chunks[self.rank].unsqueeze(0) for chunks in sources]
             copies = [targets[rank][self.rank].unsqueeze(0) for rank in self._others]
-            weighted_sum([1 / self.size] * self.size, rows, own_chunk.unsqueeze(0), *copies)
+            weighted_sum(weights, rows, own_chunk.unsqueeze(0), *copies)
         # wait until every rank has written its chunk to this result and has read this outbox
         self._window.Sync()
         self._notifications.send(self._others, REDUCED, t)
@@ -349,7 +355,7 @@ class HostBuffers:
     def _source(self, message: Source) -> Source:
         return self._slot_views(message) if isinstance(message, torch.Tensor) else message
 
-    def average(self, transport: Transport) -> float:
+    def average(self, transport: Transport, weights: Sequence[float]) -> float:
         """Average over all nodes, by decoded values or encoded messages, whichever sends less.
 
         The two results are bitwise identical.
@@ -360,10 +366,10 @@ class HostBuffers:
         self.result = self.segments(self.memory)
         result = self.memory.split(layout.slot_bytes)
         if self.encoded is None or n * layout.sent_bytes >= 2 * layout.nbytes:
-            return average_message(layout, rank, n, self._by_slot, result, transport.swap)
+            return average_message(layout, rank, weights, self._by_slot, result, transport.swap)
         all_encoded = torch.empty(layout.slots, n, layout.slot_sent_bytes, dtype=torch.uint8)
         arguments = self.encoded, list(all_encoded), self.out, self.result
-        return average_encoded(layout, rank, *arguments, transport.swap)
+        return average_encoded(layout, rank, weights, *arguments, transport.swap)
 
     def record_reader(self) -> None:
         """Do nothing: there are no streams."""

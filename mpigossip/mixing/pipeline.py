@@ -82,8 +82,12 @@ class Buffers(Protocol):
     def result(self) -> MessageArrays:
         """Arrays of the last sum or average."""
 
-    def average(self, transport: Transport) -> float:
-        """Compute the average over all nodes as the result; return the seconds waited."""
+    def average(self, transport: Transport, weights: Sequence[float]) -> float:
+        """Compute the average over all nodes as the result; return the seconds waited.
+
+        :param transport: transport that sends the messages
+        :param weights: weight of each node
+        """
 
     def record_reader(self) -> None:
         """Record the current CUDA stream of each slot, on which the caller will read the result.
@@ -191,7 +195,7 @@ class Pipeline:
         (NCCL), this method starts it, and the progress thread only waits for its end. If there is
         no progress thread, nothing happens before :meth:`wait_average`.
         """
-        average = partial(self._buffers.average, self._transport)
+        average = partial(self._buffers.average, self._transport, r.plan.weights)
         if self._transport.in_main:
             average()
             wait_for_swaps = partial(self._transport.wait_for_swaps, f"round {r.t}")
@@ -204,7 +208,10 @@ class Pipeline:
 
         :raises WaitTimeoutError: if a rank does not answer within the time limit
         """
-        waited = self.wait(r) if r.future else self._buffers.average(self._transport)
+        if r.future:
+            waited = self.wait(r)
+        else:
+            waited = self._buffers.average(self._transport, r.plan.weights)
         self._buffers.complete()  # the thread has launched the last sum, without waiting for it
         return waited
 

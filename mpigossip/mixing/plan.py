@@ -33,13 +33,14 @@ class RoundPlan:
 
     kind: ExchangeKind
     average: bool
-    """True if W = 11ᵀ/n, so that all ranks average together."""
+    """True if the round is the average over all ranks, so that they average together."""
     nbytes: int
     """Number of bytes that the rank would send in the round if no message were read in place."""
     sources: tuple[int, ...] = ()
     """In-neighbours of the rank."""
     weights: tuple[float, ...] = ()
-    """Weight of the rank's own message, then the weights of the messages of ``sources``."""
+    """Weight of the rank's own message, then the weights of the messages of ``sources``. For an
+    average over all ranks, these are the weights of the messages of all ranks in rank order."""
     readers: tuple[int, ...] = ()
     """Out-neighbours of the rank."""
     remote_sources: tuple[int, ...] = ()
@@ -77,8 +78,10 @@ class RoundPlan:
             computes one half of the result
         """
         nbytes = bytes_per_exchange(graph, kind, t, rank, layout.sent_bytes, layout.raw_bytes)
-        if kind is not ExchangeKind.GOSSIP or is_average(graph, t):
-            return cls(kind, kind is not ExchangeKind.LOCAL, nbytes)
+        if kind is ExchangeKind.LOCAL:
+            return cls(kind, False, nbytes)
+        if kind is ExchangeKind.GLOBAL or is_average(graph, t):
+            return cls(kind, True, nbytes, weights=graph.average_weights)
         nodes, weights, own = graph.neighbours(t, rank)
         sources = tuple(map(int, nodes))
         readers = tuple(map(int, graph.receivers(t, rank)))

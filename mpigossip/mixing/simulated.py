@@ -123,7 +123,7 @@ class Simulated(Mixer):
             return self._out, self._out
         if kind is ExchangeKind.GLOBAL or is_average(self.graph, t):
             for sent, mixed in _pairs(self._out, self._mixed):
-                average = weighted_sum([1 / self.n] * self.n, list(sent.split(1)), mixed[:1])
+                average = weighted_sum(self.graph.average_weights, list(sent.split(1)), mixed[:1])
                 mixed[1:] = average
             return self._out, self._mixed
         for group in self._groups(self._clock(t)):

@@ -62,8 +62,8 @@ class Synchronous(RankMixer):
 
     In round t, the rank publishes its outbox and receives the messages of its in-neighbours. It
     then computes the weighted sum ``mixed_i = Σ_j W(t)[i, j] · sent_j`` over its own message and
-    theirs, in the graph's order. A round with W = 11ᵀ/n, like a global average, is an exact average
-    over all ranks.
+    theirs, in the graph's order. If W(t) averages over all nodes, the round is an exact average, as
+    GLOBAL exchanges are.
 
     A message takes one of two ways. If the slots are CPUs and ``same_host`` is "read", ranks on one
     host read each other's outboxes in shared memory, without a copy. All other messages, and

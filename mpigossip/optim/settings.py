@@ -19,11 +19,11 @@ from mpigossip.config.toml import near, show
 from mpigossip.graphs import GraphError
 from mpigossip.graphs.user_graphs import is_network
 from mpigossip.training import assemble
-from mpigossip.training.parts import JobParts, make_graph, make_parts
+from mpigossip.training.parts import JobParts, make_graph, make_parts, weigh_nodes
 from mpigossip.training.rules import incompatibilities, loop_problems
 
 KEYS = {
-    "algorithm": ("blend", "average_state"),
+    "algorithm": ("blend", "average_state", "node_weights"),
     "run": ("seed", "survive"),
     "graph": ("weights", "lazy", "slack", "degree"),
     "node": ("levels", "density", "same_host", "timeout_s", "exchange"),
@@ -100,6 +100,7 @@ def settings(
                 graph_section.lazy,
                 **slack,
             )
+            built = weigh_nodes(job, built)
             name = "networkx" if is_network(graph) else f"{built.name} (given)"
             job = replace(job, graph=replace(graph_section, name=name, options=slack))
         else:

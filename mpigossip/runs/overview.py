@@ -94,7 +94,7 @@ def between(engine: Engine, graph: Graph, node: NodeSection, world: World) -> li
     The labels are "graph", "exchange" (the transport) and "traffic".
     """
     return [
-        ("graph", _graph(graph) if _gossips(engine) else "unused: averages are over all nodes"),
+        ("graph", _graph(graph) if _gossips(engine) else _unused_graph(graph)),
         ("exchange", _exchange(engine, graph, node, world)),
         ("traffic", _traffic(engine, graph, world)),
     ]
@@ -126,12 +126,24 @@ def _gossips(engine: Engine) -> bool:
     return ExchangeKind.GOSSIP in engine.cadence.kinds
 
 
+def _unused_graph(graph: Graph) -> str:
+    return f"unused: averages are over all nodes{_weights(graph)}"
+
+
+def _weights(graph: Graph) -> str:
+    """Return a text on the weights of the first eight nodes in averages; "" if all are equal."""
+    weights = " : ".join(f"{weight:.3g}" for weight in graph.node_weights[:8])
+    more = " : …" if len(graph.node_weights) > 8 else ""
+    return f", nodes weighted {weights}{more}" if weights else ""
+
+
 def _graph(graph: Graph) -> str:
     """Describe a graph in a line: degree, period, and mostly how fast nodes reach their average.
 
     The speed is the number of rounds to the exact average; if rounds never compute it, the speed is
-    the spectral gap. It is left out for large graphs and for "ceca". If columns of W(t) do not sum
-    to one, the line says that the mean over nodes drifts.
+    the spectral gap. It is left out for large graphs and for "ceca". If nodes have weights, these
+    are shown; otherwise, if columns of W(t) do not sum to one, the line says that the mean over
+    nodes drifts.
     """
     if graph.n == 1:
         return "one node: nothing to average"
@@ -139,7 +151,8 @@ def _graph(graph: Graph) -> str:
     text = f"{pluralize(graph.degree, 'neighbour')} per round, {period}"
     if "signed" in graph.facts:
         text += ", signed weights"
-    if "column-stochastic" not in graph.facts:
+    text += _weights(graph)
+    if "column-stochastic" not in graph.facts and not graph.node_weights:
         text += ", mean drifts"
     # The matrices of "ceca" are permutations, of which the algorithm computes the average. Their
     # spectral gap means nothing.

@@ -35,7 +35,13 @@ from mpigossip.mixing import MIXERS, close_mixer, open_mixer
 from mpigossip.mixing.lossy_wires import WIRES
 from mpigossip.training import rules, shape, task
 from mpigossip.training.loop import Trainer
-from mpigossip.training.parts import JobParts, make_graph, make_parts
+from mpigossip.training.parts import (
+    JobParts,
+    make_graph,
+    make_parts,
+    make_unweighted_graph,
+    weigh_nodes,
+)
 from mpigossip.training.precision import Precision, agreed, arranged
 from mpigossip.training.replicas import Replicas
 from mpigossip.training.schedule import schedule
@@ -137,7 +143,9 @@ def place_on_racks(job: Job, graph: Graph, world: World) -> Graph:
             # The other ranks wait for the search, which may take longer than their time limit.
             with deadline.paused():
                 graph_nodes = graph_nodes_for(graph, racks, order)
-    return renumbered(graph, world.broadcast(graph_nodes))
+    # The weights of nodes are in the order of the ranks, not of the graph's nodes.
+    unweighted = make_unweighted_graph(job, graph.n) if graph.node_weights else graph
+    return weigh_nodes(job, renumbered(unweighted, world.broadcast(graph_nodes)))
 
 
 def make_model(job: Job, data: JobData, counted: bool = False) -> torch.nn.Module:

@@ -185,7 +185,7 @@ class JobParts:
 
 
 def make_graph(job: Job, n: int) -> Graph:
-    """Return the graph of a job over n nodes.
+    """Return the graph of a job over n nodes, with the weights of its nodes.
 
     Unless nodes are asynchronous, `[faults]` removes links of it.
 
@@ -193,13 +193,18 @@ def make_graph(job: Job, n: int) -> Graph:
     :param n: number of nodes
     :raises GraphError: if the graph does not exist for n nodes, or its file or function is invalid
     """
+    return weigh_nodes(job, make_unweighted_graph(job, n))
+
+
+def make_unweighted_graph(job: Job, n: int) -> Graph:
+    """Return the graph of :func:`make_graph` without the weights of its nodes."""
     section = job.graph
     faults = job.faults
     seed = job.run.seed if section.seed is None else section.seed
     base = graphs.graph(
         section.name, n, weights=section.weights, seed=seed, lazy=section.lazy, **section.options
     )
-    if job.node.mixer == "asynchronous" or not (faults.lost or faults.away or faults.ticks):
+    if not links_fail(job):
         return base
     return faulty(
         base,
@@ -213,6 +218,45 @@ def make_graph(job: Job, n: int) -> Graph:
             faults.ticks,
         ),
     )
+
+
+def links_fail(job: Job) -> bool:
+    """Return whether links of the graph fail in some rounds.
+
+    In asynchronous runs, the graph keeps all links, and the mixer drops messages instead.
+    """
+    faults = job.faults
+    return job.node.mixer != "asynchronous" and bool(faults.lost or faults.away or faults.ticks)
+
+
+def node_weights(job: Job) -> tuple[float, ...]:
+    """Return the weight of each node in averages, in proportion; empty: all weights are equal.
+
+    With `algorithm.node_weights = "steps"`, the weights are the numbers of local steps in a period.
+    Decoupled DiLoCo (arXiv 2604.21428) weights by tokens · tokens/steps. The batches of all nodes
+    are equal, so that tokens/steps is the same for all of them.
+    """
+    setting = job.algorithm.node_weights
+    if setting == "equal":
+        return ()
+    if setting == "steps":
+        period = job.cadence.options.get("period")
+        return tuple(map(float, period)) if isinstance(period, Sequence) else ()
+    return setting
+
+
+def weigh_nodes(job: Job, graph: Graph) -> Graph:
+    """Return the graph with the weights of `algorithm.node_weights`.
+
+    If the setting does not fit the graph, the graph is returned unchanged, and
+    :func:`~mpigossip.training.rules.incompatibilities` returns the reason.
+
+    :param job: the job
+    :param graph: graph whose node i is node i of the job
+    """
+    weights = node_weights(job)
+    fits = len(weights) == graph.n and graph.doubly_stochastic and not links_fail(job)
+    return graph.weighted(weights) if fits and not graph.node_weights else graph
 
 
 def make_parts(

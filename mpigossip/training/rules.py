@@ -37,6 +37,7 @@ from mpigossip.cluster.world import World
 from mpigossip.config import Data, Job, JobError
 from mpigossip.config.choices import BuilderSpec
 from mpigossip.config.errors import UserError
+from mpigossip.config.readable import pluralize
 from mpigossip.config.sections import FaultsSection, GraphSection
 from mpigossip.config.toml import show
 from mpigossip.data.pytree import Nested
@@ -48,7 +49,7 @@ from mpigossip.graphs.spectral import LARGE, consensus_rate, rounds_to_exact, un
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.training import shape
 from mpigossip.training.machines import OFF, named
-from mpigossip.training.parts import JobParts, make_parts
+from mpigossip.training.parts import JobParts, links_fail, make_parts
 from mpigossip.training.task import Objective
 
 
@@ -294,7 +295,7 @@ def _diverges(graph: Graph) -> bool:
 def _changed_by_lost_links(parts: JobParts) -> Verdict:
     """Return the missing properties if the algorithm needs a static graph and links fail."""
     missing = lacking(parts.method.needs, parts.graph)
-    return "static" in missing and _links_fail(parts.job) and {"missing": " and ".join(missing)}
+    return "static" in missing and links_fail(parts.job) and {"missing": " and ".join(missing)}
 
 
 def _lacks_properties(parts: JobParts) -> Verdict:
@@ -348,8 +349,114 @@ def _is_unconnected(parts: JobParts) -> Verdict:
     return nodes and {"n": graph.n, "nodes": nodes}
 
 
+WEIGHABLE = frozenset(
+    {"row-stochastic", "always-global", "never-global", "never-gossip", "own-wire", "shared-wire"}
+)
+"""Conditions of algorithms that only average, so that they can average with weights of nodes."""
+
+
+def _weighs_nodes(parts: JobParts) -> bool:
+    """Return whether a job, or the graph object of a custom loop, gives nodes weights."""
+    return parts.job.algorithm.node_weights != "equal" or bool(parts.graph.node_weights)
+
+
+def _show_node_weights(job: Job) -> str:
+    """Return the setting `algorithm.node_weights` as in a job file."""
+    setting = job.algorithm.node_weights
+    if setting == "equal":
+        return "a graph with weights of nodes"
+    return f"algorithm.node_weights = {show(setting)}"
+
+
+def _miscounts_weights(parts: JobParts) -> Verdict:
+    """Return both numbers if the list of weights does not have one number for each node."""
+    setting = parts.job.algorithm.node_weights
+    n = parts.graph.n
+    broken = not isinstance(setting, str) and len(setting) != n
+    return broken and {
+        "setting": _show_node_weights(parts.job),
+        "count": pluralize(len(setting), "number"),
+        "nodes": pluralize(n, "node"),
+    }
+
+
+def _weighs_otherwise(parts: JobParts) -> Verdict:
+    """Return the algorithms that can weigh nodes if the algorithm of the job is not one of them."""
+    if not _weighs_nodes(parts) or parts.method.needs <= WEIGHABLE:
+        return None
+    fitting = [name for name in BUILDERS if build(name, None, {}, 0).needs <= WEIGHABLE]
+    return {"setting": _show_node_weights(parts.job), "fitting": ", ".join(fitting)}
+
+
+def _weighs(is_broken: Callable[[JobParts], bool]) -> Callable[[JobParts], Verdict]:
+    """Return a condition that holds if nodes have weights and ``is_broken`` does.
+
+    The verdict contains the setting.
+    """
+
+    def condition(parts: JobParts) -> Verdict:
+        broken = _weighs_nodes(parts) and is_broken(parts)
+        return broken and {"setting": _show_node_weights(parts.job)}
+
+    return condition
+
+
+def _gives_equal_steps(parts: JobParts) -> bool:
+    """Return whether weights follow the nodes' local steps, but all nodes make equally many."""
+    return parts.job.algorithm.node_weights == "steps" and not parts.cadence.periods
+
+
+def _keeps_no_mean(parts: JobParts) -> bool:
+    """Return whether the graph preserves neither the mean nor a weighted mean of the nodes."""
+    return not (parts.graph.doubly_stochastic or parts.graph.node_weights)
+
+
+NODE_WEIGHTS = (
+    Rule(
+        _miscounts_weights,
+        "{setting}: {count} for {nodes}",
+        "give one number for each node",
+    ),
+    Rule(
+        _weighs(_gives_equal_steps),
+        "{setting}: all nodes make equally many local steps",
+        "give a list as cadence.period, or a list of weights",
+    ),
+    Rule(
+        _weighs_otherwise,
+        '{setting}: algorithm "{job.algorithm.name}" does more than averaging, and its equations '
+        "hold for the plain mean of the nodes",
+        "choose one of {fitting}",
+    ),
+    Rule(
+        _weighs(lambda parts: parts.job.node.mixer == "asynchronous"),
+        "{setting}: the corrections of asynchronous nodes preserve the plain mean",
+        'use node.mixer = "synchronous"',
+    ),
+    Rule(
+        _weighs(lambda parts: links_fail(parts.job)),
+        "{setting}: the rounds of [faults] preserve the plain mean",
+        "remove [faults]",
+    ),
+    Rule(
+        _weighs(_keeps_no_mean),
+        '{setting}: graph "{job.graph.name}" is not doubly stochastic, so that it does not '
+        "preserve the mean of the nodes",
+        "choose another graph.name or graph.weights",
+    ),
+    Rule(
+        _weighs(lambda parts: parts.cadence.kinds == {ExchangeKind.LOCAL}),
+        '{setting}: with cadence.name = "{job.cadence.name}", nodes exchange nothing',
+        "choose another cadence.name",
+    ),
+)
+"""Rules about weights of nodes in averages. They come before other rules about the graph, because
+weights change what its rounds preserve."""
+
+
 GRAPH: Table[JobParts] = (
     (
+        *NODE_WEIGHTS,
         Rule(
             _changed_by_lost_links,
             'faults: algorithm "{job.algorithm.name}" needs a graph that is {missing}, but lost '
@@ -430,7 +537,11 @@ def _miscounts_nodes(parts: JobParts) -> Verdict:
     periods = parts.cadence.periods
     n = parts.graph.n
     broken = bool(periods) and len(periods) != n
-    return broken and {"periods": list(periods), "count": len(periods), "n": n}
+    return broken and {
+        "periods": list(periods),
+        "count": pluralize(len(periods), "number"),
+        "nodes": pluralize(n, "node"),
+    }
 
 
 def _lengths_differ(parts: JobParts) -> Verdict:
@@ -483,8 +594,8 @@ CADENCE: Table[JobParts] = (
         ),
         Rule(
             _miscounts_nodes,
-            _PERIODS + "{count} numbers for {n} nodes",
-            "give {n} numbers, one for each node, or one number for all",
+            _PERIODS + "{count} for {nodes}",
+            "give one number for each node, or one number for all",
         ),
     ),
     (
@@ -807,15 +918,6 @@ def _needs_the_same_round(parts: JobParts) -> Verdict:
     return {"fitting": ", ".join(fitting)}
 
 
-def _links_fail(job: Job) -> bool:
-    """Return whether links of the graph fail in some rounds.
-
-    In asynchronous runs, the graph keeps all links, and the mixer drops messages instead.
-    """
-    faults = job.faults
-    return job.node.mixer != "asynchronous" and bool(faults.lost or faults.away or faults.ticks)
-
-
 def _uses_nccl(parts: JobParts) -> bool:
     """Return whether the job names NCCL as the transport between GPUs."""
     return parts.job.node.exchange == "nccl"
@@ -868,7 +970,7 @@ ASYNCHRONY: Table[JobParts] = (
 LINKS: Table[JobParts] = (
     (
         Rule(
-            lambda parts: parts.method.always_global and _links_fail(parts.job),
+            lambda parts: parts.method.always_global and links_fail(parts.job),
             'faults: algorithm "{job.algorithm.name}" averages over all nodes and therefore needs '
             "every link",
             "leave [faults] out, or choose an algorithm that exchanges with neighbours",
@@ -1212,6 +1314,14 @@ MEMBERS: Table[Membership] = (
             lambda member: member.parts is not None and _blends(member.parts),
             "{setting}: members replace the model by its average with another one",
             "remove {setting}",
+        ),
+    ),
+    (
+        Rule(
+            lambda member: member.job.algorithm.node_weights != "equal",
+            "algorithm.node_weights: members weigh each other by the number of chunks that they "
+            "trained",
+            "remove algorithm.node_weights",
         ),
     ),
     (

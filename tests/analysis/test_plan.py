@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mpigossip import config
 from mpigossip.analysis.plan import ALL_REDUCE, Choice, predict, table
+from mpigossip.analysis.plan.best import proposals
 from mpigossip.cli import main
 from mpigossip.commands.arguments import BYTES_A_SECOND, SECONDS, numbers_of_nodes, quantity
 from mpigossip.config import JobError
@@ -569,3 +571,28 @@ def test_all_reduce_overlaps_with_the_last_part_of_a_batch_only(capsys):
     assert not main([*words[:-1], "algorithm.accumulate=4"])
     output = capsys.readouterr().out
     assert re.search(r"^backward passes of a step +4  algorithm.accumulate$", output, re.M)
+
+
+BY_NODE = {
+    "run": {"name": "by-node"},
+    "data": {"source": "digits", "batch": 4},
+    "algorithm": {"name": "diloco", "node_weights": "steps"},
+    "cadence": {"period": [4, 1, 3]},
+}
+
+
+def test_a_job_with_steps_and_weights_by_node_is_planned(capsys, tmp_path):
+    path = tmp_path / "by-node.toml"
+    path.write_text(config.dump(assemble.load(BY_NODE)))
+    assert not main(["plan", str(path), "--nodes", "3", "--json", "--seconds", "0.2"])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["cadence"] for row in rows} >= {"cpsgd", "always"}
+    assert all(row["nodes"] == 3 for row in rows)
+
+
+def test_proposals_for_such_a_job_have_no_weights():
+    what = subject(assemble.load(BY_NODE))[0]
+    offers, left_out = proposals(BY_NODE, [], what, SLOW, 3)
+    assert len(offers) > 8
+    assert all("algorithm.node_weights=equal" in offer.settings for offer in offers)
+    assert all("power of two" in left_out[label] for label in left_out)

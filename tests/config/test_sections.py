@@ -320,3 +320,15 @@ def test_another_name_drops_the_options_of_the_old_one():
     section = load(text, ["algorithm.name=dsgd", "algorithm.style=awc"]).algorithm
     assert section.options == {"style": "awc"} and section.weight_decay == 0.1
     assert load(text, ["algorithm.name=dmsgd"]).algorithm.options == {"beta": 0.8}
+
+
+def test_the_first_name_of_a_section_drops_the_options_that_it_lacks():
+    """The file has options of a name that another name implies, as diloco implies cpsgd."""
+    implied = {"algorithm": {"name": "diloco"}, "cadence": {"period": 32, "delay": 1}}
+    assert assemble.load(implied, ["cadence.name=always"]).cadence.options == {}
+    kept = assemble.load(implied, ["cadence.name=every"]).cadence.options
+    assert kept["period"] == 32 and kept["delay"] == 1
+    given = assemble.load(implied, ["cadence.name=gossip-pga", "cadence.period=3"])
+    assert given.cadence.options == {"period": 3}
+    with pytest.raises(JobError, match=naming("cadence.longest", "always")):
+        assemble.load(implied, ["cadence.name=always", "cadence.longest=3"])

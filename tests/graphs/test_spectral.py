@@ -16,8 +16,7 @@ from mpigossip.graphs import spectral as sp
 from mpigossip.graphs import theory as th
 from mpigossip.graphs.base import static
 from mpigossip.graphs.exponential import rounds_needed
-from mpigossip.graphs.rounds import Circulant
-from mpigossip.graphs.weights import as_sparse
+from mpigossip.graphs.rounds import Circulant, as_sparse
 from tests.cases import naming, on_each
 
 MIXED = ["exponential", "one-peer-exponential", "base-3", "star", "grid", "random-regular"]

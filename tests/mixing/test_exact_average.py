@@ -40,7 +40,8 @@ def averaged(own, share):
     results = [[torch.full_like(array, float("nan")) for array in arrays] for arrays in own]
 
     def run(rank):
-        return average(rank, n, own[rank], results[rank], swaps.of(rank), share=share)
+        weights = [1 / n] * n
+        return average(rank, weights, own[rank], results[rank], swaps.of(rank), share=share)
 
     with ThreadPoolExecutor(n) as pool:
         waits = list(pool.map(run, range(n)))

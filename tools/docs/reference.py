@@ -39,7 +39,7 @@ TABLES = {
 keyword-only parameters of a builder are further settings of the section."""
 TYPE_NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 EXAMPLES = {
-    "algorithm.average_state": "{second=16}",
+    "algorithm.average_state": "{second=16}", "algorithm.node_weights": "[1,1,2]",
     "run.name": "first", "run.output": "/scratch/{name}", "task.name": "language-model",
     "data.source": "cifar10.h5", "data.tokenizer": "bpe-8192-fb24c4d7", "model.name": "lenet",
     "data.shape": "[1,28,28]", "data.workers": "4", "algorithm.name": "dsgd",

@@ -60,6 +60,8 @@ class Choice:
             graph = replace(graph, name=self.graph, weights=None, lazy=False, options={})
         if cadence.name != self.cadence:
             cadence = CadenceSection(name=self.cadence)
+            if job.algorithm.node_weights == "steps":  # the steps of the job's own cadence
+                job = replace(job, algorithm=replace(job.algorithm, node_weights="equal"))
         node: Any = replace(job.node, **{"wire": self.wire})  # type: ignore[arg-type]
         return replace(job, graph=graph, cadence=cadence, node=node)
 
@@ -71,7 +73,9 @@ def always_global(job: Job) -> bool:
 
 def parallel(job: Job) -> Job:
     """Return the job with an all-reduce of gradients in float32 in place of its algorithm."""
-    section = replace(job.algorithm, name="parallel", options={}, average_state={})
+    section = replace(
+        job.algorithm, name="parallel", options={}, average_state={}, node_weights="equal"
+    )
     return replace(
         job,
         algorithm=section,

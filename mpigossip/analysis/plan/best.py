@@ -77,15 +77,16 @@ def _ways(job: Job, n: int) -> Iterator[Proposal]:
     """Yield all proposals on n nodes; the caller adds the graph to their ``settings``."""
     always = ("cadence.name=always", "node.wire=fp32")
     averages = ("algorithm.average_state={}",) * bool(job.algorithm.average_state)
-    reduce = ("algorithm.name=parallel", *averages, *always)
+    weights = ("algorithm.node_weights=equal",) * (job.algorithm.node_weights != "equal")
+    reduce = ("algorithm.name=parallel", *averages, *weights, *always)
     yield Proposal("all-reduce (DDP)", 0, ALL_REDUCE, reduce)
     method = job.algorithm.name
     if always_global(job):
         method = GOSSIP
-    same_method: tuple[str, ...] = (f"algorithm.name={method}",)
+    same_method: tuple[str, ...] = (f"algorithm.name={method}", *weights)
     if method in PERIODIC:
         method = "dsgd"
-        same_method = ("algorithm.name=dsgd", "algorithm.style=awc")
+        same_method = ("algorithm.name=dsgd", "algorithm.style=awc", *weights)
     graphs = ("one-peer-exponential", "one-peer-hypercube", "base-2", "exponential", "ring")
     for graph in graphs:
         if n & (n - 1) and graph == "one-peer-exponential":
@@ -98,9 +99,9 @@ def _ways(job: Job, n: int) -> Iterator[Proposal]:
     for step, period in enumerate(PERIODS):
         level = 4 + step
         seldom = f"cadence.period={period}"
-        outer = ("algorithm.name=diloco", "cadence.name=cpsgd", seldom, "node.wire=fp32")
+        outer = ("algorithm.name=diloco", *weights, "cadence.name=cpsgd", seldom, "node.wire=fp32")
         parts = (f"cadence.fragments={FRAGMENTS}", "cadence.delay=1")
-        gasloc = ("algorithm.name=gasloc", "cadence.name=every", seldom, "node.wire=fp32")
+        gasloc = ("algorithm.name=gasloc", *weights, "cadence.name=every", seldom, "node.wire=fp32")
         whole = _whole_model(job, "cpsgd")
         yield Proposal(f"diloco, H = {period}", level, "complete", (*outer, *whole))
         label = f"diloco, H = {period}, {FRAGMENTS} fragments"

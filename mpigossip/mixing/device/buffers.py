@@ -190,7 +190,7 @@ class DeviceBuffers:
                     sources.append(message if is_complete else self._layout.slot_views(message))
                 sum_messages(self._layout, weights, sources, self.result[slot], chunk.fields)
 
-    def average(self, transport: Transport) -> float:
+    def average(self, transport: Transport, weights: Sequence[float]) -> float:
         """Average on the devices if the transport accesses them, otherwise in host memory."""
         if self._n == 1:
             for own, mixed, slot_streams in zip(self._own, self._mixed, self._streams, strict=True):
@@ -198,7 +198,7 @@ class DeviceBuffers:
                     mixed.copy_(own)
             return 0.0
         if self.host:
-            return self._on_host(self.host, transport)
+            return self._on_host(self.host, transport, weights)
         layout = self._layout
         rank = self._rank
         n = self._n
@@ -211,17 +211,20 @@ class DeviceBuffers:
 
             size = layout.slot_sent_bytes
             rows = [inbox[: n * size].view(n, size) for inbox in self._average_inboxes]
-            return average_encoded(layout, rank, self.sent, rows, self.out, self.result, swap, on)
+            return average_encoded(
+                layout, rank, weights, self.sent, rows, self.out, self.result, swap, on
+            )
         waited = 0.0
         for dtype, part in layout.slot_parts:
             own, out = (
                 [array[part].view(dtype) for array in arrays] for arrays in (self._own, self._mixed)
             )
-            waited += self._average_arrays(own, out, swap)
+            waited += self._average_arrays(weights, own, out, swap)
         return waited
 
     def _average_arrays(
         self,
+        weights: Sequence[float],
         own: Sequence[torch.Tensor],
         out: Sequence[torch.Tensor],
         swap: Callable[[ByRank, ByRank], float],
@@ -234,7 +237,7 @@ class DeviceBuffers:
         def on(s: int) -> AbstractContextManager[None]:
             return self._streams[s].incoming()
 
-        return average(self._rank, self._n, own, out, swap, share=share, inboxes=inboxes, on=on)
+        return average(self._rank, weights, own, out, swap, share=share, inboxes=inboxes, on=on)
 
     def means(self, arrays: Sequence[torch.Tensor], transport: Transport) -> list[torch.Tensor]:
         """Return the exact mean over all nodes of an array of each slot, on the slots' devices.
@@ -256,7 +259,7 @@ class DeviceBuffers:
                 memory.copy_(array)
         for slot_streams in self._streams:
             slot_streams.follow(slot_streams.ready())
-        self._average_arrays(own, out, self._swap(transport))
+        self._average_arrays([1 / self._n] * self._n, own, out, self._swap(transport))
         transport.wait_for_swaps("average of models")
         self.complete()
         return out
@@ -280,13 +283,13 @@ class DeviceBuffers:
             views.append(memory[:needed].view(array.dtype))
         return views
 
-    def _on_host(self, host: HostBuffers, transport: Transport) -> float:
+    def _on_host(self, host: HostBuffers, transport: Transport, weights: Sequence[float]) -> float:
         layout = self._layout
         all_bytes = slice(0, layout.slot_bytes)
         _wait(self._copy_out(self._own, host.own.split(layout.slot_bytes), all_bytes))
         if self.encoded and host.encoded:
             _wait(self._copy_out(self.encoded, host.encoded, slice(0, layout.slot_sent_bytes)))
-        waited = host.average(transport)  # waits for all ranks
+        waited = host.average(transport, weights)  # waits for all ranks
         results = host.memory.split(layout.slot_bytes)
         for mixed, result, slot_streams in zip(self._mixed, results, self._streams, strict=True):
             with slot_streams.incoming():

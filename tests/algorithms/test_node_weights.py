@@ -1,0 +1,314 @@
+"""Weights of nodes in averages: matrices, models in numpy, ranks, resume, and errors."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mpigossip
+from mpigossip.config import JobError
+from mpigossip.graphs import GraphError, from_matrices, graph
+from mpigossip.graphs.placement import renumbered
+from mpigossip.mixing.base import ExchangeKind, bytes_per_exchange, is_average
+from mpigossip.training import assemble
+from mpigossip.training.parts import make_graph
+from tests import battery
+from tests.battery import Double, Driver, take_over
+from tests.cases import naming, on_each, with_world
+from tests.jobs import train
+
+PERIODS = (4, 1, 3, 2, 6, 5, 2, 8)
+STEPS = 40
+EXACT = "algorithm.name=cpsgd local.name=sgd"
+RING = "algorithm.name=dsgd local.name=sgd cadence.name=every graph.name=ring"
+ONE_PEER = "algorithm.name=dsgd local.name=sgd cadence.name=every"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def by_steps(n):
+    """Return settings that weigh n nodes by their numbers of local steps."""
+    listed = ",".join(map(str, PERIODS[:n]))
+    return f" cadence.period=[{listed}] algorithm.node_weights=steps"
+
+
+def normalized(weights):
+    return np.array(weights) / sum(weights)
+
+
+# -- mixing matrices --------------------------------------------------------------------------
+
+GRAPHS = ("one-peer-exponential", "exponential", "ring", "base-3", "random-matching", "complete")
+
+
+@on_each("name", GRAPHS)
+@on_each("n", [2, 3, 5, 8])
+def test_rounds_preserve_the_weighted_mean(name, n):
+    w = normalized(PERIODS[:n])
+    weighted = graph(name, n).weighted(PERIODS[:n])
+    smallest = w.min()
+    for t in range(6):
+        matrix = weighted.matrix(t)
+        assert np.abs(matrix.sum(1) - 1).max() < 1e-14
+        assert np.abs(w @ matrix - w).max() < 1e-15
+        assert matrix.min() >= 0
+        before = graph(name, n).matrix(t)
+        if np.ptp(before) < 1e-12:  # 11ᵀ/n
+            assert np.abs(matrix - w).max() < 1e-15
+        else:
+            share = np.diag(smallest / w)
+            assert np.abs(matrix - (np.eye(n) - share @ (np.eye(n) - before))).max() < 1e-15
+    assert weighted.average_weights == tuple(weighted.node_weights)
+    assert np.abs(np.array(weighted.node_weights) - w).max() < 1e-16
+
+
+def test_repeated_rounds_lead_to_the_weighted_mean():
+    x = np.random.default_rng(0).standard_normal(8)
+    for name in GRAPHS:
+        weighted = graph(name, 8).weighted(PERIODS)
+        y = x
+        for t in range(600):
+            y = weighted.round(t).apply(y)
+        assert np.abs(y - normalized(PERIODS) @ x).max() < 1e-10, name
+
+
+def test_an_exact_round_stays_exact_and_sends_as_much():
+    weighted = graph("complete", 5).weighted(PERIODS[:5])
+    assert weighted.complete and is_average(weighted, 0)
+    plain = graph("complete", 5)
+    for kind in (ExchangeKind.GOSSIP, ExchangeKind.GLOBAL):
+        assert bytes_per_exchange(weighted, kind, 0, 1, 1000) == 1600
+        assert bytes_per_exchange(plain, kind, 0, 1, 1000) == 1600
+    assert not is_average(graph("exponential", 5).weighted(PERIODS[:5]), 0)
+
+
+def test_equal_weights_change_nothing_and_others_make_another_graph():
+    plain = graph("ring", 4)
+    assert plain.weighted([3, 3, 3, 3]) is plain
+    weighted = plain.weighted([1, 2, 3, 4])
+    assert weighted == plain.weighted([2, 4, 6, 8]) != plain
+    assert weighted.fingerprint != plain.fingerprint
+    assert weighted.slowed(2).node_weights == weighted.slack(0.5).node_weights
+    half = weighted.slack(0.5).matrix() - (0.5 * weighted.matrix() + 0.5 * np.eye(4))
+    assert np.abs(half).max() < 1e-16
+    assert "nodes weighted by 0.1 to 0.4" in weighted.summary()
+
+
+@on_each(
+    ("make", "words"),
+    [
+        (lambda: graph("ring", 4).weighted([1, 2, 3]), ("3 weights", "4 nodes")),
+        (lambda: graph("ring", 3).weighted([1, 0, 3]), ("greater than 0", "[1.0, 0.0, 3.0]")),
+        (lambda: graph("ring", 3).weighted([1, np.nan, 3]), ("finite", "nan")),
+        (lambda: graph("ring", 3).weighted([1, 2, 3]).weighted([1, 2, 3]), ("already",)),
+        (lambda: from_matrices([[[0.5, 0.5], [0, 1]]]).weighted([1, 2]), ("doubly stochastic",)),
+        (lambda: renumbered(graph("path", 3).weighted([1, 2, 3]), [1, 0, 2]), ("first",)),
+        (
+            lambda: graph(graph("ring", 4).weighted([1, 2, 3, 4]), weights="uniform-neighbours"),
+            ("weights",),
+        ),
+    ],
+)
+def test_wrong_weights_are_rejected(make, words):
+    with pytest.raises(GraphError, match=naming(words)):
+        make()
+
+
+# -- models -----------------------------------------------------------------------------------
+
+
+@on_each("n", [2, 3, 5, 8])
+@on_each("settings", [EXACT, RING, ONE_PEER])
+def test_models_equal_the_formula(settings, n):
+    """After H_i local steps of node i: x_i ← Σ_j w_j x_j, or x_i ← Σ_j W'_ij x_j."""
+    driver = Double(settings + by_steps(n), n)
+    w = normalized(PERIODS[:n])
+    longest = max(PERIODS[:n])
+    share = np.diag(w.min() / w)
+    x = driver.whole().numpy()
+    b = torch.cat(driver.b, dim=1).numpy()
+    left = 0.9 ** np.array(PERIODS[:n])[:, None]
+    plain = mpigossip.graph("ring" if "ring" in settings else "one-peer-exponential", n)
+    for t in range(STEPS // longest):
+        x = b + left * (x - b)
+        matrix = plain.matrix(t)
+        is_exact = settings is EXACT or np.ptp(matrix) < 1e-12
+        mixing = np.tile(w, (n, 1)) if is_exact else np.eye(n) - share @ (np.eye(n) - matrix)
+        x = mixing @ x
+    result = driver.run(STEPS // longest * longest).whole().numpy()
+    assert np.abs(result - x).max() <= 1e-12 * np.abs(x).max()
+
+
+def test_the_objective_weights_nodes_by_the_square_of_their_steps():
+    """The fixed point of exact averages, for small rates, minimizes Σ H_i² f_i."""
+    driver = Double(EXACT + by_steps(5), 5, lr=1e-3)
+    for x in driver.x:
+        x.zero_()
+    squares = np.array(PERIODS[:5], float) ** 2
+    expected = squares @ torch.cat(driver.b, dim=1).numpy() / squares.sum()
+    result = driver.run(6 * 2000).whole().numpy()[0]
+    assert np.abs(result - expected).max() < 0.01
+
+
+def test_gradients_are_weighted():
+    settings = "algorithm.name=parallel local.name=sgd algorithm.node_weights=[1,2,3]"
+    driver = Double(settings, 3)
+    w = normalized([1, 2, 3])
+    x = driver.whole().numpy()[0]
+    target = w @ torch.cat(driver.b, dim=1).numpy()
+    result = driver.run(300).whole().numpy()
+    assert np.abs(result - target).max() < 1e-9 < np.abs(x - target).max()
+
+
+CASES = (
+    "algorithm.name=cpsgd cadence.period=[4,1,3] algorithm.node_weights=steps",
+    "algorithm.name=slowmo cadence.name=cpsgd cadence.period=[1,1,2] "
+    "algorithm.node_weights=steps node.wire=bf16",
+    "algorithm.name=diloco cadence.period=[4,1,3] cadence.fragments=2 cadence.delay=1 "
+    "algorithm.node_weights=steps",
+    "algorithm.name=gasloc cadence.period=[4,1,3] algorithm.node_weights=steps",
+    "algorithm.name=dmsgd algorithm.node_weights=[1,2.5,0.5] cadence.name=gossip-pga "
+    "cadence.period=3",
+    "algorithm.name=dsgd algorithm.node_weights=[1,2.5,0.5] graph.name=complete node.wire=qsgd",
+    "algorithm.name=dsgd algorithm.node_weights=[3,1,2] graph.name=random-matching "
+    "local.name=adamw algorithm.average_state={second=3}",
+    "algorithm.name=sparseloco cadence.period=3 node.density=0.5 algorithm.node_weights=[3,1,2]",
+    "algorithm.name=parallel algorithm.node_weights=[3,1,2] node.wire=fp4",
+)
+
+
+@on_each("settings", CASES)
+def test_resume_in_the_middle(settings):
+    expected = Driver(settings, 3, noise=0.1).run(STEPS).whole()
+    for at in (1, 2, 7, 20, 33):
+        second = Driver(settings, 3, noise=0.1)
+        take_over(second, Driver(settings, 3, noise=0.1).run(at))
+        assert torch.equal(second.run(STEPS - at).whole(), expected), at
+
+
+@with_world
+def all_cases(world, same_host):
+    return [driver.whole().numpy() for driver in battery.on_ranks(CASES, world, same_host, STEPS)]
+
+
+@pytest.mark.both
+@on_each("same_host", ["put", "read"])
+def test_ranks_equal_the_simulator_to_the_last_bit(ranks, same_host):
+    got = ranks(3)(all_cases, same_host)
+    for index, settings in enumerate(CASES):
+        expected = Driver(settings, 3, noise=0.1).run(STEPS).whole().numpy()
+        assert (np.concatenate([rank[index] for rank in got]) == expected).all(), settings
+
+
+@on_each("settings", ["cadence.period=4", "cadence.period=[4,4,4]"])
+def test_weights_are_off_unless_they_differ(settings):
+    plain = Driver(f"algorithm.name=gasloc {settings}", 3, noise=0.1).run(12)
+    equal = " algorithm.node_weights=[2,2,2]"
+    weighted = Driver(f"algorithm.name=gasloc {settings}{equal}", 3, noise=0.1).run(12)
+    assert torch.equal(plain.whole(), weighted.whole())
+
+
+JOB = {
+    "run": {"steps": 8, "evaluate_every": 0},
+    "data": {"source": "digits", "batch": 4, "workers": 0},
+    "algorithm": {"name": "gasloc", "node_weights": "steps"},
+    "cadence": {"period": [4, 1, 3]},
+    "model": {"name": "lenet"},
+}
+
+
+def test_a_run_says_and_uses_the_weights(tmp_path, capsys):
+    weighted = train(assemble.load(JOB, [f"run.output={tmp_path}/weighted"]), 3)
+    assert "nodes weighted 0.5 : 0.125 : 0.375" in capsys.readouterr().out
+    plain = ["algorithm.node_weights=equal", f"run.output={tmp_path}/plain"]
+    assert weighted["digest"] != train(assemble.load(JOB, plain), 3)["digest"]
+
+
+def test_weights_belong_to_nodes_wherever_they_are_placed():
+    """Ranks of one rack get neighbouring graph nodes, and keep their weights."""
+    job = assemble.load(JOB, ["graph.name=path"])
+    unweighted = assemble.make_unweighted_graph(job, 3)
+    placed = assemble.weigh_nodes(job, renumbered(unweighted, [1, 0, 2]))
+    assert placed.node_weights == make_graph(job, 3).node_weights == (0.5, 0.125, 0.375)
+    assert set(map(int, placed.receivers(0, 0))) == {1, 2}
+
+
+# -- custom loops and errors ------------------------------------------------------------------
+
+
+@with_world
+def loops(world, passed_as_graph):
+    """Return the parameters of a rank after each of two steps."""
+    torch.manual_seed(world.rank)
+    model = nn.Linear(3, 2)
+    options = {"node_weights": [1, 3]}
+    if passed_as_graph:
+        options = {"graph": mpigossip.graph("one-peer-exponential", 2).weighted([1, 3])}
+    gossip = mpigossip.Gossip(
+        world,
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        "dsgd",
+        cadence="gossip-pga",
+        period=2,
+        **options,
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(world.rank)
+    values = []
+    for _ in range(2):
+        gossip.zero_grad()
+        (0 * model(torch.ones(1, 3)).sum()).backward()
+        gossip.step()
+        values.append(float(model.weight[0, 0]))
+    gossip.close()
+    return values
+
+
+@on_each("passed_as_graph", [False, True])
+def test_a_custom_loop_weighs_nodes(ranks, passed_as_graph):
+    assert ranks(2)(loops, passed_as_graph) == [[0.75, 0.75]] * 2
+
+
+@on_each(
+    ("settings", "words"),
+    [
+        ("algorithm.node_weights=[1,2]", ("[1.0, 2.0]", "2 numbers for 3 nodes")),
+        ("cadence.period=4", ("cadence.period", "equally many")),
+        ("run.survive=true algorithm.node_weights=[1,2,3]", ("one node fewer", "3 numbers")),
+        (
+            "algorithm.name=dsgt cadence.name=every cadence.period=3 "
+            "algorithm.node_weights=[1,2,3]",
+            ("dsgt", "dsgd"),
+        ),
+        ("algorithm.name=diloco algorithm.eager=true cadence.delay=1", ("diloco", "plain mean")),
+        ("node.mixer=asynchronous", ("asynchronous", "synchronous")),
+        ("faults.lost=0.1", ("[faults]",)),
+        ("graph.name=star graph.weights=push", ("doubly stochastic",)),
+        ("run.survive=true", ("one node fewer",)),
+    ],
+)
+def test_settings_without_weights_are_rejected(settings, words):
+    problems = assemble.mistakes(assemble.load(JOB, settings.split()), 3)
+    assert any(all(word in text for word in words) for text in problems), problems
+
+
+def test_weights_without_an_exchange_are_rejected():
+    alone = {**JOB, "algorithm": {"name": "dsgd", "node_weights": [1, 2, 3]}}
+    job = assemble.load({**alone, "cadence": {"name": "never"}})
+    problems = assemble.mistakes(job, 3)
+    assert len(problems) == 1 and "exchange nothing" in problems[0]
+
+
+@on_each(
+    ("setting", "words"),
+    [
+        ("algorithm.node_weights=[]", ("algorithm.node_weights", "each node")),
+        ("algorithm.node_weights=[1,0]", ("algorithm.node_weights", "greater than 0")),
+        ("algorithm.node_weights=tokens", ("algorithm.node_weights", "steps")),
+    ],
+)
+def test_wrong_settings_are_rejected(setting, words):
+    with pytest.raises(JobError, match=naming(words)):
+        assemble.load({}, [setting])
