@@ -934,6 +934,36 @@ def outer_steps() -> Iterator[Cell]:
         )
 
 
+STEPS_BY_NODE = (16, 16, 16, 16, 16, 16, 4, 4)
+"""Local steps of each of 8 nodes in a period, as if two nodes had a quarter of the speed."""
+BY_NODE = f"local.name=adamw cadence.period=[{','.join(map(str, STEPS_BY_NODE))}]"
+RARE_AVERAGES = {
+    "all nodes": f"algorithm.name=dsgd cadence.name=cpsgd {BY_NODE}",
+    "one-peer": f"{ONE_PEER} cadence.name=every {BY_NODE}",
+}
+"""Settings of averages at the end of each period of 16 steps, by the nodes that average."""
+EQUAL_WEIGHTS = "equal weights"
+BY_STEPS = "weights by steps"
+
+
+def weights() -> Iterator[Cell]:
+    """Yield the cells that compare equal weights of nodes with weights by their local steps."""
+    for partners, options in RARE_AVERAGES.items():
+        yield Cell(
+            "weights",
+            8,
+            {"model": SMALL_GPT, "average": partners},
+            {
+                f"{partners}, {EQUAL_WEIGHTS}": options,
+                f"{partners}, {BY_STEPS}": f"{options} algorithm.node_weights=steps",
+            },
+            (*EIGHT, *SIZES[SMALL_GPT][1]),
+            (0.006, 0.012, 0.024),
+            {"best": 1.0},
+            metric="loss",
+        )
+
+
 STUDIES = {
     "gap": gap,
     "searched": searched,
@@ -947,6 +977,7 @@ STUDIES = {
     "finalists": larger_model,
     "more-nodes": more_nodes,
     "largest": largest_model,
+    "weights": weights,
 }
 REMOVED = {"growing": "4421d395"}
 """Studies of methods that were taken out of the package, each with the last commit that can repeat

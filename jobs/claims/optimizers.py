@@ -1,4 +1,4 @@
-"""Tables on AdamW and Muon with several exchanges, on QSR, on γ, and on outer steps on one node.
+"""Tables on AdamW and Muon with several exchanges, QSR, γ, outer steps, and weights of nodes.
 
 python jobs/claims/verdicts.py --write    # puts the tables into RESULTS.md
 """
@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 from designs import (
+    BY_STEPS,
+    EQUAL_WEIGHTS,
     EXCHANGES,
     FEW_SEEDS,
     GAP_RATE,
@@ -34,7 +36,10 @@ from stored import Line, finals
 
 from mpigossip.studies.search import FURTHER
 
-NAMES = ("optimizers", "moments", "qsr", "growing", "outer", "finalists", "more-nodes", "largest")
+NAMES = (
+    *("optimizers", "moments", "qsr", "growing", "outer", "finalists", "more-nodes", "largest"),
+    "weights",
+)
 """Studies of these tables, in the order in which they are run."""
 SENT = {exchange: vectors for exchange, (vectors, _) in (EXCHANGES | MOMENTS).items()}
 """Vectors that a node sends per step on 8 nodes, by the name of the exchange."""
@@ -63,6 +68,8 @@ class Claim(NamedTuple):
     needs: list[tuple[Cell, str]]
     alike: float | None = None
     """Largest absolute value that confirms the claim; None: values above 0 confirm it."""
+    family: str = ""
+    """Name of the claims that Holm's procedure judges together; "": those of the first studies."""
 
 
 def cell_of(study: str, nodes: int, model: str, method: str) -> Cell:
@@ -183,7 +190,7 @@ def exchange_claims(runs: Sequence[Line], study: str, model: str) -> list[Claim]
 
 
 def other_claims(runs: Sequence[Line]) -> list[Claim]:
-    """Return the claims on QSR, on the weight of mixing, and on outer steps.
+    """Return the claims on QSR, on the weight of mixing, on outer steps, and on weights of nodes.
 
     A positive value speaks for the first method.
     """
@@ -205,6 +212,12 @@ def other_claims(runs: Sequence[Line]) -> list[Claim]:
         diloco, snoo = (results(runs, *one) for one in both)
         title = f"{SMALL_GPT}, {method}: DiLoCo on 8 nodes ahead of outer steps on one (SNOO)"
         claims.append(Claim(title, excess(snoo, diloco), both))
+    for cell in STUDIES["weights"]():
+        equal, by_steps = (results(runs, cell, method) for method in cell.methods)
+        partners = cell.labels["average"]
+        title = f"{SMALL_GPT}, averages with {partners}: {BY_STEPS} ahead of {EQUAL_WEIGHTS}"
+        needs = [(cell, method) for method in cell.methods]
+        claims.append(Claim(title, excess(equal, by_steps), needs, family="weights"))
     return claims
 
 
@@ -241,11 +254,16 @@ def claims(runs: Sequence[Line]) -> list[Claim]:
 
 
 def verdicts(rows: Sequence[Claim]) -> list[Verdict]:
-    """Judge the claims together by Holm's procedure.
+    """Judge the claims, those of each family together, by Holm's procedure.
 
     Claims without runs count, too, because they were planned before any run.
     """
-    return holm([judge(c.text, [of_values([*c.values.values()])], alike=c.alike) for c in rows])
+    judged = [judge(c.text, [of_values([*c.values.values()])], alike=c.alike) for c in rows]
+    by_text = dict[str, Verdict]()
+    for family in dict.fromkeys(claim.family for claim in rows):
+        members = [v for v, c in zip(judged, rows, strict=True) if c.family == family]
+        by_text |= {verdict.claim: verdict for verdict in holm(members)}
+    return [by_text[claim.text] for claim in rows]
 
 
 # -- the page --------------------------------------------------------------------------------------
