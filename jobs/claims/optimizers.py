@@ -69,7 +69,7 @@ class Claim(NamedTuple):
     alike: float | None = None
     """Largest absolute value that confirms the claim; None: values above 0 confirm it."""
     family: str = ""
-    """Name of the claims that Holm's procedure judges together; "": those of the first studies."""
+    """Name of the claims that Holm's procedure judges together; "": the claims of the first studies."""
 
 
 def cell_of(study: str, nodes: int, model: str, method: str) -> Cell:
@@ -254,7 +254,7 @@ def claims(runs: Sequence[Line]) -> list[Claim]:
 
 
 def verdicts(rows: Sequence[Claim]) -> list[Verdict]:
-    """Judge the claims, those of each family together, by Holm's procedure.
+    """Judge the claims of each family together by Holm's procedure.
 
     Claims without runs count, too, because they were planned before any run.
     """
