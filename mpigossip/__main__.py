@@ -1,8 +1,24 @@
-"""Program of `python -m mpigossip`, which is the `mpigossip` command."""
+"""Program of the `mpigossip` command, and of `python -m mpigossip`."""
 
 import sys
 
-from mpigossip.cli import main
+INTERRUPTED = 130
+"""Exit code after an interrupt, by the convention of shells."""
+
+
+def main() -> int:
+    """Run the command line, and return its exit code.
+
+    Its modules are imported here, so that Ctrl-C during the imports prints no traceback.
+    """
+    try:
+        from mpigossip.cli import main as run_command
+
+        return run_command()
+    except KeyboardInterrupt:
+        print("mpigossip: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
 
 if __name__ == "__main__":
     sys.exit(main())

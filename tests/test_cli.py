@@ -416,3 +416,25 @@ def test_bench_reports_a_missing_folder_or_a_full_disk(pooled, ranks, tmp_path):
     assert done.returncode == 2 and done.stderr.count("make its folder first") == 1, done.stderr
     assert f'--folder "{tmp_path}" on ' in (said := ranks(2)(full, tmp_path)[0])
     assert "No space left" in said and "--folder" in said
+
+
+INTERRUPTED_IMPORT = """
+import sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+from mpigossip.__main__ import main
+sys.exit(main())
+"""
+
+
+@on_each("name", ["mpigossip.cli", "mpigossip.config", "numpy"])
+def test_ctrl_c_during_the_imports_prints_no_traceback(name):
+    program = INTERRUPTED_IMPORT.format(name=name)
+    words = [sys.executable, "-c", program, "simulate", JOB, "--nodes", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "mpigossip: interrupted\n")
