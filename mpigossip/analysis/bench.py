@@ -24,7 +24,7 @@ from mpi4py import MPI
 from mpigossip.analysis.timing import arithmetic, time_slowest
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import Failure
-from mpigossip.config.memory import host_memory
+from mpigossip.config.host import host_memory
 from mpigossip.config.readable import print_note
 from mpigossip.graphs import Graph, GraphError, graph
 from mpigossip.mixing import open_mixer

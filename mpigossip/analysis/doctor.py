@@ -36,6 +36,7 @@ from mpigossip.cluster.local_devices import resolve_auto, slots_of
 from mpigossip.cluster.mpi_world import MPIWorld, open_world
 from mpigossip.cluster.world import SingleProcess
 from mpigossip.config.errors import Failure
+from mpigossip.config.host import allowed_cores, core_count
 from mpigossip.config.readable import pluralize
 from mpigossip.groups import devices
 from mpigossip.mixing.kernels import native
@@ -136,7 +137,7 @@ def _together(options, ranks, findings: Findings) -> None:
     slots = slots_of(setting)
     machine = RankReport(
         host=ranks.hosts[ranks.rank],
-        allowed=tuple(sorted(os.sched_getaffinity(0))),
+        allowed=tuple(sorted(allowed_cores() or range(core_count()))),
         cores=os.cpu_count() or 1,
         need=len(slots) + options.workers + 1,
     )

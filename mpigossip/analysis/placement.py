@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpigossip.analysis.findings import Finding
-from mpigossip.cluster.cores import allowed
 from mpigossip.cluster.world import World
 from mpigossip.config import JobError
+from mpigossip.config.host import allowed_cores
 from mpigossip.config.readable import pluralize
 
 SYSTEM = Path("/")
@@ -58,7 +58,7 @@ def seen(world: World, slots: Sequence[str]) -> HostReport:
     sharing = shared.size
     shared.Free()
     visible, own_gpus, buses = _gpus(slots)
-    cores = tuple(sorted(allowed()))
+    cores = tuple(sorted(allowed_cores()))
     slurm_gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
     driver = SYSTEM / "proc/driver/nvidia/gpus"
     gpu_count = max(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from mpigossip.config.host import allowed_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -17,11 +18,6 @@ SYSFS = Path("/sys")
 """Folder in which Linux describes the hardware."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """File with an identifier that is equal for all processes of a host until it is restarted."""
-
-
-def allowed() -> frozenset[int]:
-    """Return the cores that this process may use; empty if the system does not report them."""
-    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
 def fingerprint(cores: Set[int], boot: Path = BOOT) -> int:
@@ -93,14 +89,14 @@ def pick_communication_core(
     :param node_position: local rank and number of ranks of this rank's node, if ``comm`` is an
         inter-node communicator with one rank of each node
     """
-    local_hash = np.array([fingerprint(allowed())], np.int64)
+    local_hash = np.array([fingerprint(allowed_cores())], np.int64)
     hashes = np.empty(comm.size, np.int64)
     comm.Allgather(local_hash, hashes)
     is_sharing = hashes == local_hash
     index = int(is_sharing[: comm.rank].sum())
     local_rank, ranks_per_node = node_position
     return for_messages(
-        allowed(),
+        allowed_cores(),
         threads,
         int(is_sharing.sum()) * ranks_per_node,
         index * ranks_per_node + local_rank,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from mpigossip.config.errors import Failure
+from mpigossip.config.host import core_count
 from mpigossip.config.user_code import describe_exception
 from mpigossip.data.base import TEST, TRAIN, Batch, JobData, Request
 from mpigossip.data.partition import Order, Share, draw_together
@@ -314,5 +314,5 @@ def processes(setting: int | str, devices: Sequence[str], per_node: int) -> int:
     if not devices[0].startswith("cuda"):
         return -(-WORKERS // per_node)
     # One core is left for the kernel launches of each slot, and one for the exchange.
-    cores = len(os.sched_getaffinity(0)) // per_node - len(devices) - 1
+    cores = core_count() // per_node - len(devices) - 1
     return max(WORKERS, min(WORKERS * len(devices), cores))

@@ -21,7 +21,7 @@ from torch import Tensor
 from mpigossip import config
 from mpigossip.config import JobError
 from mpigossip.config.errors import Failure, UserError
-from mpigossip.config.memory import require_memory
+from mpigossip.config.host import require_memory
 from mpigossip.config.user_code import describe_exception, import_object, is_user_code
 from mpigossip.data.base import Batch, JobData, Request
 from mpigossip.data.datasets import (

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from mpigossip.config import JobError
 from mpigossip.config.errors import UserError
+from mpigossip.config.host import host_memory
 from mpigossip.config.limits import AboveZero, Positive
-from mpigossip.config.memory import host_memory
 from mpigossip.config.readable import format_bytes as in_bytes
 from mpigossip.config.toml import near
 from mpigossip.config.user_code import call_factory, describe_exception, import_object, is_user_code

@@ -1,7 +1,6 @@
 """Packing of a folder of images or texts into one HDF5 file, as `dataset.py` describes it."""
 
 import io
-import os
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ import h5py
 import numpy as np
 from PIL import Image
 
+from mpigossip.config.host import core_count
 from mpigossip.store import StoreError, guard, texts
 from mpigossip.store.hdf5 import CONTENT_ERRORS, fixed, reading, replacing
 
@@ -378,7 +378,7 @@ def _checked(files: Sequence[Path], image_size: int | None, every: int) -> Itera
     if sum(path.stat().st_size for path in files[:BLOCK]) < LARGE * len(files[:BLOCK]):
         yield from map(check, enumerate(files))
         return
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(core_count()) as pool:
         for begin in range(0, len(files), BLOCK):
             yield from pool.map(check, enumerate(files[begin : begin + BLOCK], begin))
 

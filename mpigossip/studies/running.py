@@ -19,6 +19,7 @@ import numpy as np
 from mpigossip import config
 from mpigossip.cluster.process import end_with
 from mpigossip.config.errors import Failure, JobError, NonFiniteError
+from mpigossip.config.host import core_count
 from mpigossip.config.readable import abbreviate, format_duration, pluralize, print_note, print_safe
 from mpigossip.runs.lock import lock
 from mpigossip.store import StoreError
@@ -165,7 +166,7 @@ class Runner:
         """
         self.job = job
         self.folder = folder
-        self.processes = len(os.sched_getaffinity(0)) if processes is None else processes
+        self.processes = core_count() if processes is None else processes
 
     def run_directory(self, key: Key) -> Path:
         """Return the path of the run directory of the run ``key``."""

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from mpigossip.cluster.cores import allowed, fingerprint, for_messages, near_network
+from mpigossip.cluster.cores import fingerprint, for_messages, near_network
+from mpigossip.config.host import allowed_cores, core_count
 
 
 def machine(folder, nodes, cards):
@@ -66,7 +67,7 @@ def test_processes_that_share_cores_have_equal_fingerprints(tmp_path):
     boot.write_text("another")
     assert fingerprint({0, 1}, boot) != first
     assert fingerprint({0, 1}, tmp_path / "none") == fingerprint({0, 1}, tmp_path / "none")
-    assert allowed() == os.sched_getaffinity(0)
+    assert allowed_cores() == os.sched_getaffinity(0)
 
 
 def thread_on(comm, cores):
@@ -93,7 +94,7 @@ def test_ranks_on_the_same_cores_get_different_ones_or_none(ranks):
     results = ranks(2)(shared_by_all)
     assert [many for _, many in results] == [frozenset()] * 2
     few = [few for few, _ in results]
-    assert few == [frozenset()] * 2 if len(allowed()) < 4 else few[0] != few[1]
+    assert few == [frozenset()] * 2 if len(allowed_cores()) < 4 else few[0] != few[1]
 
 
 def test_the_communication_thread_alone_is_bound(ranks):
@@ -101,3 +102,10 @@ def test_the_communication_thread_alone_is_bound(ranks):
     one = {max(everywhere)}
     assert ranks(1)(thread_on, frozenset(one)) == [(one, everywhere)]
     assert ranks(1)(thread_on, frozenset()) == [(everywhere, everywhere)]
+
+
+def test_cores_are_counted_where_the_system_does_not_report_them(monkeypatch):
+    """macOS has no sched_getaffinity."""
+    assert core_count() == len(os.sched_getaffinity(0))
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert allowed_cores() == frozenset() and core_count() == os.cpu_count()

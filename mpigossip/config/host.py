@@ -1,9 +1,19 @@
-"""Checks that arrays fit into the memory of this host, before they are allocated."""
+"""Cores and memory of this host, and checks that arrays fit before they are allocated."""
 
 import os
 
 from mpigossip.config.errors import JobError
 from mpigossip.config.readable import format_bytes
+
+
+def allowed_cores() -> frozenset[int]:
+    """Return the cores that this process may use; empty if the system does not report them."""
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+
+
+def core_count() -> int:
+    """Return the number of cores that this process may use, or of all cores if it is not known."""
+    return len(allowed_cores()) or os.cpu_count() or 1
 
 
 def host_memory() -> int:
