@@ -242,10 +242,17 @@ def check_type(name: str, parameter: torch.Tensor, types: Collection[torch.dtype
     """Raise JobError if the parameter ``name`` has a type other than ``types``."""
     if parameter.dtype not in types:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in types)
-        raise JobError(
-            f"parameter {name} has unsupported dtype {parameter.dtype} (need {names}): call "
-            "model.float(); to train in float64, step with torch's optimizer and average the "
+        remedy = (
+            "call model.float(); to train in float64, step with torch's optimizer and average the "
             "parameters by mpigossip.Averager (mpigossip/optim/README.md)"
+        )
+        if parameter.is_complex():
+            remedy = (
+                "store torch.view_as_real(…) of it as the parameter, and call "
+                "torch.view_as_complex(…) in the forward pass"
+            )
+        raise JobError(
+            f"parameter {name} has unsupported dtype {parameter.dtype} (need {names}): {remedy}"
         )
 
 

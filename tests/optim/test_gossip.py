@@ -87,6 +87,13 @@ def test_a_model_that_is_not_float32_is_rejected():
         mpigossip.Gossip(SingleProcess(), model, torch.optim.SGD(model.parameters(), 0.1))
 
 
+def test_a_complex_parameter_is_rejected_with_a_remedy_that_keeps_its_imaginary_part():
+    model = torch.nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(ValueError, match=naming("torch.complex64", "torch.view_as_real")) as error:
+        mpigossip.Gossip(SingleProcess(), model, torch.optim.SGD(model.parameters(), 0.1))
+    assert "model.float()" not in str(error.value)
+
+
 def test_the_loop_in_the_readme_runs_as_pasted(mpirun, pooled, tmp_path):
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     codes = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
