@@ -182,6 +182,8 @@ def _plain_sections(raw: Sections) -> tuple[dict[str, dict[str, Any]], list[str]
     messages = [
         f"{name}: unknown section; {near(name, SECTIONS)}" for name in raw if name not in SECTIONS
     ]
+    if {"job", "grid"} <= raw.keys():
+        messages = ["this file describes a study, and not a job: run it by `mpigossip study FILE`"]
     for name in [name for name in raw if name in SECTIONS]:
         sections[name], problems = toml.plain_table(name, raw[name])
         messages += problems

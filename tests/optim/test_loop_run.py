@@ -200,7 +200,7 @@ def test_dropped_state_is_reported(tmp_path, ranks, capsys):
     gossip.keep(draw=torch.Generator(), new=torch.Generator())
     assert gossip.resume() == HALF
     printed = capsys.readouterr().out
-    assert "average of 2 nodes x 1 slots" in printed
+    assert "average of 2 nodes x 1 slot\n" in printed
     assert "exp_avg, exp_avg_sq, step" in printed
     assert "not restored: draw, new" in printed
 
