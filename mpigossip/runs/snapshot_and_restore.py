@@ -221,8 +221,9 @@ def restore(
         mean = read_average(path, manifest, world)
         with world.raise_together(UserError), reading(path):
             nodes = pluralize(manifest.n, "node")
-            slots = pluralize(manifest.meta["slots"], "slot")
-            messages = [f"from the exact average of {nodes} x {slots}"]
+            slots = manifest.meta["slots"]
+            noun = "slot" if slots == 1 else "slots"
+            messages = [f"from the exact average of {nodes} x {slots} {noun}"]
             messages += from_mean(node, mean, first.numbers)
             messages += node.restore_extra_state(0, first, mean)
     return exact, messages, first.numbers
