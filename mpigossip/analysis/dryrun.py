@@ -35,9 +35,10 @@ def describe(job: Job, nodes: int | None) -> str:
     what, note = costs.subject(job)
     planned = costs.exchanges(what, n)
     steps = what.steps_per_epoch(n)
+    nodes_and_slots = f"{pluralize(n, 'node')} x {pluralize(what.slots, 'slot')}"
     lines = [
         config.dump(job),
-        *_row(f"planned for {n} nodes x {what.slots} slots", f"; {note}" if note else ""),
+        *_row(f"planned for {nodes_and_slots}", f"; {note}" if note else ""),
         *_row(
             "model",
             f"{what.flat.count:,} parameters, {format_bytes(4 * what.flat.count)} in float32",

@@ -93,7 +93,7 @@ def untested(world: MPIWorld) -> list[Finding]:
     :param world: all ranks
     """
     if world.size == 1:
-        text = "MPI between ranks (exchange, routes) and training, because there is one rank"
+        text = "MPI between ranks (rows exchange, routes) and training, because there is one rank"
         remedy = "test them with `mpirun -n 2 mpigossip doctor`, or with srun over two hosts"
     elif world.nodes.count == 1:
         text = "training, because all ranks form one node"

@@ -74,7 +74,12 @@ def print_safe(*texts: object, **options: Any) -> None:
 
 
 def print_note(text: object) -> None:
-    """Print a note on standard error, in one write, so that notes of two ranks do not mix."""
+    """Print a note on standard error, in one write, so that notes of two ranks do not mix.
+
+    A list of messages, as of a `JobError`, begins on a new line.
+    """
+    if str(text).startswith("- "):
+        text = f"several errors:\n{text}"
     print_safe(f"mpigossip: {text}\n", end="", file=sys.stderr, flush=True)
 
 

@@ -7,7 +7,8 @@ which `load` reads an equal job.
 """
 
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -104,10 +105,19 @@ def read(source: Path | str | Mapping) -> dict[str, Any]:
 
 
 def _suggest_files(path: Path) -> str:
-    """Return a clause that suggests job files from the folder of a ``path`` that does not exist."""
+    """Return a clause that suggests job files from the folder of a ``path`` that does not exist.
+
+    If the path is a name without a folder and a suffix, it also suggests the names of examples.
+    """
+    examples: Iterable[str] = ()
+    if not path.suffix and not path.parent.name:
+        with suppress(JobError):  # installed without examples
+            examples = packaged.examples(packaged.EXAMPLES[:1])
     try:
         names = [file.name for file in path.parent.glob("*.toml")]
-        return near(path.name, names) + "; `mpigossip examples` lists the installed examples"
+        return (
+            near(path.name, names, examples) + "; `mpigossip examples` lists the installed examples"
+        )
     except OSError:
         return "give the path of a TOML file"
 
@@ -182,6 +192,8 @@ def _plain_sections(raw: Sections) -> tuple[dict[str, dict[str, Any]], list[str]
     messages = [
         f"{name}: unknown section; {near(name, SECTIONS)}" for name in raw if name not in SECTIONS
     ]
+    if {"job", "grid"} <= raw.keys():
+        messages = ["this file describes a study, and not a job: run it by `mpigossip study FILE`"]
     for name in [name for name in raw if name in SECTIONS]:
         sections[name], problems = toml.plain_table(name, raw[name])
         messages += problems

@@ -630,7 +630,8 @@ class Gossip(torch.optim.Optimizer):
         synchronous, the following is restored bitwise identically: model, optimizer, algorithm,
         torch's random numbers, and the objects given to :meth:`keep`. Otherwise, messages report
         what is dropped or reset. If the number of nodes differs, all nodes start from the exact
-        average.
+        average. If the checkpoint is at the last of ``steps``, a message reports that nothing is
+        left to train.
 
         :raises JobError: if there is no run directory, or if :meth:`step` or :meth:`save` has been
             called before
@@ -645,6 +646,12 @@ class Gossip(torch.optim.Optimizer):
         step = run.resume()
         if self._survival is not None:
             self._survival.keep(reset=True)
+        total = self._job.run.steps
+        if total and step >= total and self._node.world.rank == 0:
+            printer.print_line(
+                f"{self._job.run.folder}: this loop has already made its {total:,} steps; to train "
+                "longer, increase steps; to train again, name another run directory"
+            )
         return step
 
     @property

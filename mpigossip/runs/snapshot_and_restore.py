@@ -18,6 +18,7 @@ from mpigossip.algorithms.methods import same_state
 from mpigossip.cluster.deadline import paused
 from mpigossip.cluster.world import World
 from mpigossip.config.errors import UserError
+from mpigossip.config.readable import pluralize
 from mpigossip.engine.overlapping_tensors import overwrite
 from mpigossip.engine.step import Engine
 from mpigossip.engine.vector import NodeLayout, ParameterLayout, is_per_row, join_row, scatter_row
@@ -219,8 +220,10 @@ def restore(
     else:
         mean = read_average(path, manifest, world)
         with world.raise_together(UserError), reading(path):
+            nodes = pluralize(manifest.n, "node")
             slots = manifest.meta["slots"]
-            messages = [f"from the exact average of {manifest.n} nodes x {slots} slots"]
+            noun = "slot" if slots == 1 else "slots"
+            messages = [f"from the exact average of {nodes} x {slots} {noun}"]
             messages += from_mean(node, mean, first.numbers)
             messages += node.restore_extra_state(0, first, mean)
     return exact, messages, first.numbers

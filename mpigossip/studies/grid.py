@@ -171,6 +171,11 @@ def arguments(path: Path, study: Callable, more: Sequence[str] = ()) -> dict[str
         raise JobError(
             f"{path} is not valid TOML: {error}; correct this line of the file"
         ) from None
+    if "job" not in values and isinstance(values.get("run"), dict):
+        raise JobError(
+            f"{path} describes a job, and not a study: train it by `mpigossip simulate`, or name "
+            "it by the key job of a study file"
+        )
     valid_keys = {*inspect.signature(study).parameters, *more}
     problems = [
         f"{path}: {key} is unknown; {near(key, valid_keys)}" for key in values.keys() - valid_keys

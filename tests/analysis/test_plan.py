@@ -290,7 +290,7 @@ def test_ranks_of_a_node_are_planned_together(pooled, n, per, where, network):
 
 
 @pytest.mark.parametrize(
-    ("per", "says"), [every("2", "2 nodes x 2 slots"), every("host", "1 nodes x 4 slots")]
+    ("per", "says"), [every("2", "2 nodes x 2 slots"), every("host", "1 node x 4 slots")]
 )
 def test_a_dry_run_counts_the_nodes_of_a_launcher(pooled, per, says):
     done = pooled(4, "train", JOB, "--dry-run", f"node.ranks_per_node={per}")
@@ -357,6 +357,15 @@ def test_the_text_names_the_origin_of_each_assumption(capsys):
     assert origins["devices of a node"].endswith("cuda:0  node.devices")
     assert any(line.startswith("warning: the queue") for line in lines)
     assert max(map(len, lines)) <= 80
+
+
+def test_a_rate_of_encoding_that_is_measured_for_each_wire_is_not_printed_as_0(capsys):
+    assert not main(["plan", str(JOB), "--nodes", "4", "--compute", "5ms", "run.epochs=1"])
+    printed = capsys.readouterr().out
+    (row,) = re.findall("^encoding of a wire .*$", printed, re.MULTILINE)
+    assert row.endswith("per wire  measured here") and re.search(
+        "  1 epoch$", printed, re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize(

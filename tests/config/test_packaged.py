@@ -46,7 +46,7 @@ def test_a_name_means_the_packaged_job_unless_a_file_has_this_name(tmp_path, mon
     Path("digits").rmdir()
     Path("digits").write_text("[run]\nname = 'mine'")
     assert reading.read("digits") == {"run": {"name": "mine"}}
-    with pytest.raises(JobError, match=naming('"digit"', "`mpigossip examples`")):
+    with pytest.raises(JobError, match=naming('"digit"', '"digits"', "`mpigossip examples`")):
         reading.read("digit")
     with pytest.raises(JobError, match=naming('"jobs/digits"', "no such file")):
         reading.read("jobs/digits")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import mpigossip
 from mpigossip import cli
+from mpigossip.config import JobError
 from mpigossip.config.readable import aligned, cells, format_bytes, print_note, printable
 
 JOB = str(Path(__file__).parents[2] / "jobs" / "digits.toml")
@@ -107,3 +108,14 @@ def test_a_note_is_one_write(monkeypatch):
     print_note("the loss of node 1 is nan")
     written = [data for data in writes if data]  # `print` also writes its empty `end`
     assert written == [b"mpigossip: the loss of node 1 is nan\n"]
+
+
+def test_a_note_with_several_messages_begins_them_on_the_next_line(capsys):
+    print_note(
+        JobError(["run.epochs = 0: must be at least 1", "data.batch = 0: must be at least 1"])
+    )
+    assert capsys.readouterr().err == (
+        "mpigossip: several errors:\n"
+        "- run.epochs = 0: must be at least 1\n"
+        "- data.batch = 0: must be at least 1\n"
+    )

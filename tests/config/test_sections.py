@@ -146,6 +146,11 @@ def test_parallel_implies_the_complete_graph():
     assert message.startswith('graph.name = "one-peer-exponential"') and '"complete"' in message
 
 
+def test_a_file_of_a_study_is_named_as_such():
+    (message,) = problems_of({"job": "digits", "nodes": 8, "grid": {}})
+    assert message.startswith("this file describes a study") and "`mpigossip study " in message
+
+
 def test_all_problems_are_reported_at_once():
     got = problems_of(
         {

@@ -200,9 +200,23 @@ def test_dropped_state_is_reported(tmp_path, ranks, capsys):
     gossip.keep(draw=torch.Generator(), new=torch.Generator())
     assert gossip.resume() == HALF
     printed = capsys.readouterr().out
-    assert "average of 2 nodes x 1 slots" in printed
+    assert "average of 2 nodes x 1 slot; " in printed
     assert "exp_avg, exp_avg_sq, step" in printed
     assert "not restored: draw, new" in printed
+
+
+@pytest.mark.parametrize(("steps", "says"), [(2, True), (3, False), (None, False)])
+def test_a_loop_that_has_made_all_its_steps_says_so_when_it_is_started_again(
+    tmp_path, capsys, steps, says
+):
+    make_run(tmp_path)
+    capsys.readouterr()
+    with SingleProcess() as world:
+        _, gossip, *_ = begin_run(world, tmp_path, **({"steps": steps} if steps else {}))
+        assert gossip.resume() == 2
+    printed = capsys.readouterr().out
+    assert (f"{tmp_path}: this loop has already made its 2 steps" in printed) == says, printed
+    assert ("name another run directory" in printed) == says
 
 
 def make_run(folder):

@@ -82,7 +82,7 @@ def text(
     steps += [[labels[c], *(times.get((c, n), "-") for n in nodes)] for c in shown]
     head = ["ms/step", "hidden", "MB/step"]
     if what.samples:
-        head += ["epoch", f"{epochs:g} epochs"]
+        head += ["epoch", _epochs(epochs)]
     details = [[f"at {last:,} nodes", *head]]
     details += [
         [labels[c], *_details(row_of[c, last])[: len(head)]] for c in shown if (c, last) in row_of
@@ -175,13 +175,15 @@ def _assumptions(machine: Machine, job: Job) -> list[list[str]]:
     """Return the rows of a table: name, value and origin of each property of the machine."""
     own_bandwidth = machine.global_bandwidth != machine.bandwidth
     own_latency = machine.global_latency_s != machine.latency_s
+    # The rate of 0 stands for a measurement for each wire, whose results are part of the rows.
+    encoding = _rate(machine.encode_rate) if machine.encode_rate else "per wire"
     rows = [
         ("computing of a step", _time(machine.compute_s), "compute"),
         ("averaging in the node", _time(machine.node_s), "node-local"),
         ("update", _time(machine.update_s), "update"),
         ("jitter of computing", f"{machine.jitter:.1%}", "jitter"),
         ("sum of two vectors", _rate(machine.combine_rate), "sum"),
-        ("encoding of a wire", _rate(machine.encode_rate), "coding"),
+        ("encoding of a wire", encoding, "coding"),
         ("latency of a message", _time(machine.latency_s), "latency"),
         ("bandwidth of a node", _rate(machine.bandwidth), "bandwidth"),
     ]
@@ -266,6 +268,11 @@ def _rate(value: float) -> str:
     return f"{three_digits(value / 1e6)} MB/s"
 
 
+def _epochs(count: float) -> str:
+    """Return a number of epochs, such as "1 epoch" or "1.5 epochs"."""
+    return f"{count:g} epoch" if count == 1 else f"{count:g} epochs"
+
+
 def _time(value: float) -> str:
     """Return a duration in seconds as a text, such as "80 ms"."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3)):
@@ -309,7 +316,7 @@ def picture(
             left.plot(counts, [1e3 * row.step_s for row in own_rows], **style)
             for right in others:
                 right.plot(counts, [row.total_s / scale or math.nan for row in own_rows], **style)
-    labels = [("milliseconds", "A step"), (unit, f"{epochs:g} epochs")][:panels]
+    labels = [("milliseconds", "A step"), (unit, _epochs(epochs))][:panels]
     for axis, (label, title) in zip((left, *others), labels, strict=True):
         axis.set(xlabel="nodes", ylabel=label, title=title, xscale="log", xticks=nodes)
         axis.set_xticks(nodes, [f"{n:,}" for n in nodes], minor=False)

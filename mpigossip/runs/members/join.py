@@ -19,7 +19,7 @@ from mpigossip.cluster.local_devices import slots_of
 from mpigossip.cluster.world import SingleProcess, World
 from mpigossip.config import Job, JobError
 from mpigossip.config.errors import UserError
-from mpigossip.config.readable import print_note, three_digits
+from mpigossip.config.readable import pluralize, print_note, three_digits
 from mpigossip.engine.measurements import StepMetrics
 from mpigossip.members.folder_rate import describe_slow_folder, seconds_per_round
 from mpigossip.members.live import POLL_S, FolderExchange, StopRequested, layout
@@ -219,7 +219,7 @@ class _Watched:
                 (
                     "place",
                     f"{live.place.number} of {folder}: "
-                    f"{live.place.plan.chunks:,} chunks of {member.steps} steps "
+                    f"{live.place.plan.chunks:,} chunks of {pluralize(member.steps, 'step')} "
                     "for all members together",
                 )
             ],
