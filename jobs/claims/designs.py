@@ -777,7 +777,10 @@ FEW_SEEDS = SEEDS[:2]
 
 
 def runs_at_found_rates(
-    count: int, searched: Callable[[], Iterator[Cell]], runs: Sequence[dict[str, Any]]
+    count: int,
+    searched: Callable[[], Iterator[Cell]],
+    later: Sequence[str],
+    runs: Sequence[dict[str, Any]],
 ) -> Iterator[Turn]:
     """Yield the runs of the best finalists, and of all-reduce with the same optimizers.
 
@@ -786,21 +789,27 @@ def runs_at_found_rates(
 
     :param count: number of finalists
     :param searched: study whose search gives the learning rates
+    :param later: labels of further methods, whose runs follow the runs of the finalists
     """
     chosen = ranked_finalists(runs)[:count]
     references = [method_label(method.partition(", ")[0], "all-reduce") for method in chosen]
     methods = [*dict.fromkeys([*references, *chosen])]
     rates = dict[str, float]()
     for cell in searched():
-        for method in {*methods} & {*cell.methods}:
+        for method in {*methods, *later} & {*cell.methods}:
             trials = [*search_runs(cell, method, runs).values()]
             rates[method] = best_rate(trials, cell.metric)
-    for seed, method in product(FEW_SEEDS, methods):
-        yield method, GIVEN, rates[method], seed
+    for labels in (methods, [label for label in later if methods and label not in methods]):
+        for seed, method in product(FEW_SEEDS, labels):
+            yield method, GIVEN, rates[method], seed
 
 
 def largest_model() -> Iterator[Cell]:
-    """Yield the cell that runs the best two finalists with the largest model."""
+    """Yield the cell that runs the best two finalists with the largest model.
+
+    All-reduce and one-peer with AdamW follow.
+    """
+    with_adamw = [method_label("AdamW", exchange) for exchange in ("all-reduce", "one-peer")]
     yield Cell(
         "largest",
         8,
@@ -809,7 +818,7 @@ def largest_model() -> Iterator[Cell]:
         (*EIGHT, "model.layers=5", "model.width=192"),
         (),
         {GIVEN: 1.0},
-        partial(runs_at_found_rates, 2, larger_model),
+        partial(runs_at_found_rates, 2, larger_model, with_adamw),
         metric="loss",
     )
 
@@ -829,7 +838,7 @@ def more_nodes() -> Iterator[Cell]:
         (*EIGHT, *SIZES[SMALL_GPT][1], "data.batch=1"),
         (),
         {GIVEN: 1.0},
-        partial(runs_at_found_rates, 1, optimizers),
+        partial(runs_at_found_rates, 1, optimizers, ()),
         metric="loss",
     )
 

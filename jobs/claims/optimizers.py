@@ -69,7 +69,7 @@ class Claim(NamedTuple):
     alike: float | None = None
     """Largest absolute value that confirms the claim; None: values above 0 confirm it."""
     family: str = ""
-    """Name of the claims that Holm's procedure judges together; "": the claims of the first studies."""
+    """Name of the claims that Holm's procedure judges together; "": the first studies' claims."""
 
 
 def cell_of(study: str, nodes: int, model: str, method: str) -> Cell:

@@ -175,7 +175,7 @@ def test_the_best_finalist_is_run_on_more_nodes(runs):
     assert [*map(str.strip, row.split("|"))][2::2] == ["", "2 of 2", "0.20, 0.20"]
     less = [r for r in runs if (r["study"], r["seed"]) != ("finalists", 5)]
     for count, searched in ((1, designs.optimizers), (2, designs.larger_model)):
-        assert [*designs.runs_at_found_rates(count, searched, less)] == []
+        assert [*designs.runs_at_found_rates(count, searched, (), less)] == []
 
 
 def test_the_best_two_finalists_are_run_with_the_largest_model(runs):
@@ -183,6 +183,7 @@ def test_the_best_two_finalists_are_run_with_the_largest_model(runs):
     few = "Muon, Gossip-PGA, H = 8"
     methods = "Muon, all-reduce", "Muon, exact averages", few
     assert designs.ranked_finalists(runs)[:2] == [*methods[1:]]
+    methods = *methods, "AdamW, all-reduce", "AdamW, one-peer"
     best_rates = {
         r["method"]: r["lr"] for r in runs if (r["study"], r["level"]) == ("finalists", "best")
     }
