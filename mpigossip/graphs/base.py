@@ -394,10 +394,15 @@ class Graph:
         if len(set(values)) == 1:
             return self
         if self.node_weights or not self.doubly_stochastic:
-            reason = "have weights already" if self.node_weights else "keep no common mean"
+            reason = (
+                "its nodes have weights already"
+                if self.node_weights
+                else "its W is not doubly stochastic"
+            )
             raise GraphError(
-                f'graph "{self.name}": its nodes {reason}; weigh the nodes of a doubly stochastic '
-                "graph, such as one-peer-exponential"
+                f'graph "{self.name}": only the nodes of a doubly stochastic graph without weights '
+                f"of nodes can be weighted, but {reason}; use such a graph, for example "
+                "one-peer-exponential"
             )
         total = math.fsum(values)
         normalized = tuple(value / total for value in values)
