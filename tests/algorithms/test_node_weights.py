@@ -1,5 +1,8 @@
 """Weights of nodes in averages: matrices, models in numpy, ranks, resume, and errors."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -297,11 +300,18 @@ def test_a_run_says_and_uses_the_weights(tmp_path, capsys):
     assert weighted["digest"] != train(assemble.load(JOB, plain), 3)["digest"]
 
 
-def test_weights_belong_to_nodes_wherever_they_are_placed():
+def test_weights_belong_to_nodes_wherever_they_are_placed(monkeypatch):
     """Ranks of one rack get neighbouring graph nodes, and keep their weights."""
-    job = assemble.load(JOB, ["graph.name=path"])
-    unweighted = assemble.make_unweighted_graph(job, 3)
-    placed = assemble.weigh_nodes(job, renumbered(unweighted, [1, 0, 2]))
+    job = assemble.load(JOB, ["graph.name=path", "graph.placement=hostnames"])
+    monkeypatch.setattr(assemble, "graph_nodes_for", lambda graph, racks, order: [1, 0, 2])
+    world = SimpleNamespace(
+        comm=True,
+        rank=0,
+        nodes=SimpleNamespace(inter_node=SimpleNamespace(hosts=["a1", "a2", "b1"])),
+        raise_together=lambda error: nullcontext(),
+        broadcast=lambda value: value,
+    )
+    placed = assemble.place_on_racks(job, make_graph(job, 3), world)
     assert placed.node_weights == make_graph(job, 3).node_weights == (0.5, 0.125, 0.375)
     assert set(map(int, placed.receivers(0, 0))) == {1, 2}
 
