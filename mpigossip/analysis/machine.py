@@ -151,7 +151,7 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
     # The ranks of each node run the steps together, without exchanges with other nodes.
     alone = isolate_node(world) if world.nodes.per_node > 1 else SingleProcess()
     with world.raise_together(JobError):
-        assembly = assemble.assemble(_with_data(_one_node(job), what), alone, 1)
+        assembly = assemble.assemble(_with_data(fit_nodes(job, 1), what), alone, 1)
     try:
         seconds: dict[str, list[float]] = {"compute_s": [], "node_s": [], "exchange_s": []}
         world.barrier()
@@ -176,12 +176,21 @@ def _steps(what: Subject, world: World, budget_s: float) -> tuple[float, ...]:
     return tuple(means)
 
 
-def _one_node(job: Job) -> Job:
-    """Return the job without numbers of local steps and weights that it gives to each node."""
+def fit_nodes(job: Job, n: int) -> Job:
+    """Return the job without lists that it gives to another number of nodes than ``n``.
+
+    All nodes then have the longest period of such a list as `cadence.period`, or equal weights.
+    """
     cadence = job.cadence
-    if isinstance(cadence.options.get("period"), Sequence):
+    weights = job.algorithm.node_weights
+    period = cadence.options.get("period")
+    is_list = isinstance(period, Sequence) and not isinstance(period, str)
+    if is_list and len(period) != n:
         cadence = replace(cadence, options=cadence.options | {"period": period_of(cadence.options)})
-    return replace(job, cadence=cadence, algorithm=replace(job.algorithm, node_weights="equal"))
+        weights = "equal" if weights == "steps" else weights
+    if not isinstance(weights, str) and len(weights) != n:
+        weights = "equal"
+    return replace(job, cadence=cadence, algorithm=replace(job.algorithm, node_weights=weights))
 
 
 def _with_data(job: Job, what: Subject) -> Job:

@@ -50,8 +50,10 @@ LARGEST = 1e15
 AboveZero = Annotated[
     float, between(1e-15, LARGEST, "must be greater than 0, from 1e-15 up to 1e15")
 ]
+_NODE_WEIGHTS = "a list with a number for each node, greater than 0, from 1e-15 up to 1e15"
 NodeWeights = Annotated[
-    tuple[AboveZero, ...], Limit(bool, "must name a number for each node", {"minItems": 1})
+    tuple[Annotated[float, between(1e-15, LARGEST, _NODE_WEIGHTS)], ...],
+    Limit(bool, _NODE_WEIGHTS, {"minItems": 1}),
 ]
 OneOrMore = Annotated[float, between(1, 1e6, "must be at least 1, at most 1e6")]
 Chance = Annotated[

@@ -35,9 +35,9 @@ def load(
     """Read a job, apply overrides, and check all settings.
 
     If an override changes the name in a section, the options of the old name are dropped. If it
-    gives the section its first name, the options that this name does not have are dropped. If the
-    new name is an algorithm with its own local step, the section `[local]` is dropped, too, unless
-    an override sets a key of it.
+    gives the section its first name, the options of the implied name that this name does not have
+    are dropped. If the new name is an algorithm with its own local step, the section `[local]` is
+    dropped, too, unless an override sets a key of it.
 
     :param source: path of a TOML file, name of an example, TOML text as a string of several lines,
         or a dict of sections. Such a text may be a stored job of an earlier version, whose former
@@ -159,11 +159,14 @@ def _apply_overrides(
         table = result.get(section)
         if path in changed_paths and section not in before and isinstance(table, dict):
             # The file does not name what has these options: it is implied, as diloco implies cpsgd.
-            known = {*_keys(section), *options_of(tables.get(path, {}), after[section])}
+            table_of_names = tables.get(path, {})
+            implied = options_of(table_of_names, names_in_effect(raw, tables)[path])
+            dropped = {*implied} - {*_keys(section), *options_of(table_of_names, after[section])}
+            # Unknown keys stay, so that they are reported.
             result[section] = {
                 key: value
                 for key, value in table.items()
-                if key in known or f"{section}.{key}" in changed_paths
+                if key not in dropped or f"{section}.{key}" in changed_paths
             }
     sets_local = any(path.startswith("local.") for path in changed_paths)
     spec = spec_of(tables.get("algorithm.name", {}), after.get("algorithm"))

@@ -56,10 +56,11 @@ class StateAverages:
     16 or 256 nodes of the one-peer exponential graph with p = 16. Since r follows from the number
     of the step, which is part of a checkpoint, nothing else has to be saved.
 
-    If the cadence has global averages only, so has v: v_i ← (1/n) Σ_j v_j. DES-LOC (arXiv
-    2505.22549) does this with periods of 3K and 6K steps for Adam's m and v, where K is the period
-    of the model. The counts that correct the bias of Adam's moments stay local, and so do all other
-    parts of the state. Arrays are sent as float32, whatever the wire of the model is.
+    If the cadence has global averages only, so has v: v_i ← (1/n) Σ_j v_j, or Σ_j w_j v_j if the
+    nodes have weights w. DES-LOC (arXiv 2505.22549) does this with periods of 3K and 6K steps for
+    Adam's m and v, where K is the period of the model. The counts that correct the bias of Adam's
+    moments stay local, and so do all other parts of the state. Arrays are sent as float32, whatever
+    the wire of the model is.
     """
 
     def __init__(self, periods: Mapping[str, int], kind: ExchangeKind, arrays: StateArrays):

@@ -7,7 +7,7 @@ or rounds that are drawn when they are needed.
 import hashlib
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -111,6 +111,22 @@ class Shuffled:
 
     def mapped(self, change: Callable[[Round], Round]) -> "Shuffled":
         return replace(self, rounds=tuple(change(r) for r in self.rounds))
+
+
+SMALLEST_WEIGHT = 1e-15
+LARGEST_WEIGHT = 1e15
+"""Limits of the weight of a node in :meth:`Graph.weighted`, so that no weight underflows to 0."""
+
+
+def _numbers(values: object) -> list[float] | None:
+    """Return the elements of ``values`` as floats; None unless it is a sequence of numbers."""
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        return None
+    items = list(values)
+    try:
+        return None if any(isinstance(v, str | bytes) for v in items) else list(map(float, items))
+    except (TypeError, ValueError, RuntimeError):  # torch raises RuntimeError for rows of a matrix
+        return None
 
 
 @lru_cache(maxsize=64)
@@ -354,28 +370,39 @@ class Graph:
 
         :param weights: n positive numbers, in proportion to the w_i; if all are equal, the graph is
             returned unchanged
-        :raises GraphError: if there are not n positive finite numbers, if rows and columns of W do
-            not sum to one in every round, if the nodes have weights already, or if links of the
+        :raises GraphError: if there are not n numbers from 1e-15 to 1e15, if rows and columns of W
+            do not sum to one in every round, if the nodes have weights already, or if links of the
             graph fail
         """
-        values = [float(weight) for weight in weights]
+        values = _numbers(weights)
+        if values is None:
+            raise GraphError(
+                f'graph "{self.name}": weights of nodes = {weights!r}: pass a list of {self.n} '
+                "numbers"
+            )
         if len(values) != self.n:
             raise GraphError(
                 f'graph "{self.name}": got {len(values)} weights of nodes; pass one for each of '
                 f"its {self.n} nodes"
             )
-        if not all(0 < value < math.inf for value in values):
+        if not all(SMALLEST_WEIGHT <= value <= LARGEST_WEIGHT for value in values):
             raise GraphError(
-                f'graph "{self.name}": weights of nodes must be greater than 0 and finite, got '
-                f"{values}; a node without weight would never be averaged with: leave it out"
+                f'graph "{self.name}": weights of nodes must be greater than 0 and finite, from '
+                f"{SMALLEST_WEIGHT:g} up to {LARGEST_WEIGHT:g}, got {values}: multiply all of them "
+                "by one factor, and leave out nodes without weight"
             )
         if len(set(values)) == 1:
             return self
         if self.node_weights or not self.doubly_stochastic:
-            reason = "have weights already" if self.node_weights else "keep no common mean"
+            reason = (
+                "its nodes have weights already"
+                if self.node_weights
+                else "its W is not doubly stochastic"
+            )
             raise GraphError(
-                f'graph "{self.name}": its nodes {reason}; weigh the nodes of a doubly stochastic '
-                "graph, such as one-peer-exponential"
+                f'graph "{self.name}": only the nodes of a doubly stochastic graph without weights '
+                f"of nodes can be weighted, but {reason}; use such a graph, for example "
+                "one-peer-exponential"
             )
         total = math.fsum(values)
         normalized = tuple(value / total for value in values)

@@ -7,7 +7,7 @@ number of edges. W[i, j] is the weight that node i gives to the message of j.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -258,7 +258,8 @@ def as_sparse(r: Round) -> SparseMatrix:
     return SparseMatrix.from_edges(r.n, to, source, np.tile(r.weights, r.n), np.full(r.n, r.own))
 
 
-def exact_average(weights: Sequence[float]) -> SparseMatrix:
+@lru_cache(maxsize=4)
+def exact_average(weights: tuple[float, ...]) -> SparseMatrix:
     """Return the round in which each node gets Σ_j ``weights[j]`` · x_j, W = 1wᵀ.
 
     :param weights: weight of each node; they sum to one
@@ -272,7 +273,7 @@ def is_exact_average(r: Round) -> bool:
     return is_complete and abs(r.smallest() - 1 / r.n) <= TOLERANCE
 
 
-def weigh_nodes(r: Round, weights: Sequence[float]) -> SparseMatrix:
+def weigh_nodes(r: Round, weights: tuple[float, ...]) -> SparseMatrix:
     """Return the round that preserves Σ_i w_i x_i instead of Σ_i x_i, for w = ``weights``.
 
     It is W' = I − D (I − W), where D is diagonal with D_ii = min(w)/w_i, so that a node with a

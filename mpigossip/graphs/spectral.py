@@ -2,8 +2,10 @@
 
 Circulant rounds commute, so the eigenvalues of their product are products of eigenvalues, which the
 FFT computes. Most functions treat other graphs as dense matrices for small n, and by iterative
-methods of scipy for larger n. In this module, J = 11ᵀ/n is the exact average, ρ the spectral
-radius, and Π W = W(t−1) … W(1) W(0) the product of rounds.
+methods of scipy for larger n. In this module, J is the exact average, which is 11ᵀ/n, or 1wᵀ if the
+nodes have weights w; ρ is the spectral radius, and Π W = W(t−1) … W(1) W(0) the product of rounds.
+With weights, the norm ‖·‖_2 is the operator norm that belongs to ‖x‖² = n Σ_i w_i x_i², in which no
+round increases disagreement.
 """
 
 import math
@@ -66,6 +68,37 @@ def _rounds(graph: Graph, count: int, start: int = 0) -> list[Round]:
     return [graph.round(start + t) for t in range(count)]
 
 
+NodeWeights = np.ndarray | None
+"""Weights w of the nodes, float64 (n,), which sum to one; None: all nodes have the weight 1/n."""
+
+
+def _node_weights(graph: Graph) -> NodeWeights:
+    return np.array(graph.node_weights) if graph.node_weights else None
+
+
+def _row(n: int, w: NodeWeights) -> np.ndarray | float:
+    """Return a row of J, or 1/n, which stands for all of its elements."""
+    return 1.0 / n if w is None else w
+
+
+def _mean(x: np.ndarray, w: NodeWeights) -> np.ndarray | float:
+    """Return a row of J x, which is the weighted mean of the rows of ``x``."""
+    return x.mean(axis=0) if w is None else w @ x
+
+
+def _in_norm(matrix: np.ndarray, w: NodeWeights) -> np.ndarray:
+    """Return the matrix whose spectral norm is ‖``matrix``‖_2 in the norm of the weights."""
+    if w is None:
+        return matrix
+    root = np.sqrt(w)
+    return root[:, None] * matrix / root
+
+
+def _spread(y: np.ndarray, w: NodeWeights) -> np.ndarray | float:
+    """Return Jᵀ y for a vector ``y``; if nodes have no weights, its elements are equal."""
+    return y.mean() if w is None else w * y.sum()
+
+
 def eigenvalues(graph: Graph, t: int = 0) -> np.ndarray:
     """Return all n eigenvalues of W(t), complex, in the order of decreasing modulus.
 
@@ -83,7 +116,7 @@ def eigenvalues(graph: Graph, t: int = 0) -> np.ndarray:
 
 
 def spectral_gap(graph: Graph) -> float:
-    """Return the spectral gap 1 − ρ(W − 11ᵀ/n) of a static graph.
+    """Return the spectral gap 1 − ρ(W − J) of a static graph.
 
     It is 1 for the complete graph, and 0 if the graph is not connected.
 
@@ -100,9 +133,9 @@ def spectral_gap(graph: Graph) -> float:
 def consensus_rate(graph: Graph, rounds: int | None = None) -> float:
     """Return the factor by which a round reduces disagreement in the long run.
 
-    Let J = 11ᵀ/n, and Π W the product of rounds. For a periodic graph, the factor is ρ(Π W −
-    J)^(1/period), which is 0 if one period computes the exact average. For a graph without a
-    period, it is the estimate ‖Π W − J‖_2^(1/rounds) from the first rounds.
+    For a periodic graph, the factor is ρ(Π W − J)^(1/period), which is 0 if one period computes the
+    exact average. For a graph without a period, it is the estimate ‖Π W − J‖_2^(1/rounds) from the
+    first rounds.
 
     :param graph: graph to examine
     :param rounds: number of rounds of the estimate, not used for a graph with a period; None: four
@@ -115,22 +148,22 @@ def consensus_rate(graph: Graph, rounds: int | None = None) -> float:
         size = residue(graph, count)
         return 0.0 if size < VANISHED else size ** (1 / count)
     # If Π W − J is nilpotent, ρ is 0, but the computed value is a root of the rounding error.
-    radius = _radius(_rounds(graph, graph.period))
+    radius = _radius(_rounds(graph, graph.period), _node_weights(graph))
     return 0.0 if radius < VANISHED else float(radius ** (1 / graph.period))
 
 
-def _radius(product: list[Round]) -> float:
+def _radius(product: list[Round], w: NodeWeights) -> float:
     """Return ρ(Π W − J) of the rounds."""
     if circulants := _circulants(product):
         return _largest(circulants)
-    if _exact_after(product) is not None:
+    if _exact_after(product, w) is not None:
         return 0.0
     n = product[0].n
     first = as_sparse(product[0])
-    symmetric = len(product) == 1 and first.symmetric()
+    symmetric = len(product) == 1 and first.symmetric() and w is None
     if n > 2 * DENSE:
-        return _radius_symmetric(first) if symmetric else _radius_arnoldi(product)
-    matrix = _applied(product, np.eye(n)) - 1.0 / n
+        return _radius_symmetric(first) if symmetric else _radius_arnoldi(product, w)
+    matrix = _applied(product, np.eye(n)) - _row(n, w)
     solve = np.linalg.eigvalsh if symmetric else np.linalg.eigvals
     return float(np.abs(solve(matrix)).max())
 
@@ -159,14 +192,16 @@ def _radius_symmetric(r: Round) -> float:
     return float(max(top.min(), abs(low[0])))
 
 
-def _radius_arnoldi(product: list[Round]) -> float:
+def _radius_arnoldi(product: list[Round], w: NodeWeights) -> float:
     """Return ρ(Π W − J) of large rounds, computed by Arnoldi iteration."""
     from scipy.sparse.linalg import LinearOperator, eigs
 
     n = product[0].n
     start = np.random.default_rng(0).standard_normal(n)
     operator = LinearOperator(
-        (n, n), matvec=lambda x: _applied(product, x.reshape(n)) - x.mean(), dtype=np.float64
+        (n, n),
+        matvec=lambda x: _applied(product, x.reshape(n)) - _mean(x.reshape(n), w),
+        dtype=np.float64,
     )
     return float(np.abs(eigs(operator, k=2, which="LM", v0=start, tol=1e-8)[0]).max())
 
@@ -193,40 +228,45 @@ def unreached(graph: Graph) -> tuple[int, int] | None:
 
 
 def residue(graph: Graph, rounds: int | None = None, start: int = 0) -> float:
-    """Return ‖W(start+rounds−1) … W(start) − 11ᵀ/n‖_2, the disagreement that remains.
+    """Return ‖W(start+rounds−1) … W(start) − J‖_2, the disagreement that remains.
 
     :param graph: graph to examine
     :param rounds: number of rounds; None: the :func:`horizon`
     :param start: first round
     """
-    return _norm(_rounds(graph, horizon(graph) if rounds is None else rounds, start))
+    product = _rounds(graph, horizon(graph) if rounds is None else rounds, start)
+    return _norm(product, _node_weights(graph))
 
 
-def _norm(product: list[Round]) -> float:
+def _norm(product: list[Round], w: NodeWeights) -> float:
     """Return ‖Π W − J‖_2 of the rounds, and 1 if there are none."""
     if not product:
         return 1.0
     if circulants := _circulants(product):
         return _largest(circulants)
     n = product[0].n
-    if n > DENSE and len(product) == 1 and product[0].symmetric():
-        return _radius(product)
+    if n > DENSE and len(product) == 1 and product[0].symmetric() and w is None:
+        return _radius(product, w)
     if n > DENSE:
-        return _norm_iterated(product)
-    return float(np.linalg.norm(_applied(product, np.eye(n)) - 1.0 / n, 2))
+        return _norm_iterated(product, w)
+    remaining = _applied(product, np.eye(n)) - _row(n, w)
+    return float(np.linalg.norm(_in_norm(remaining, w), 2))
 
 
-def _norm_iterated(product: list[Round]) -> float:
+def _norm_iterated(product: list[Round], w: NodeWeights) -> float:
     """Return ‖Π W − J‖_2 of large rounds by an iterative method.
 
-    It is the square root of the largest eigenvalue of AᵀA with A = Π W − J.
+    It is the square root of the largest eigenvalue of AᵀA with A = Π W − J. With weights, A is the
+    matrix that :func:`_in_norm` returns.
     """
     n = product[0].n
     back = [r.transposed for r in reversed(product)]
+    root: np.ndarray | float = 1.0 if w is None else np.sqrt(w)
 
     def squared(x: np.ndarray) -> np.ndarray:
-        y = _applied(product, x.reshape(n)) - x.mean()
-        return _applied(back, y) - y.mean()
+        x = x.reshape(n) / root
+        y = (_applied(product, x) - _mean(x, w)) * root**2
+        return (_applied(back, y) - _spread(y, w)) / root
 
     start = np.random.default_rng(0).standard_normal(n)
     seen = np.sqrt(np.linalg.norm(squared(start)) / np.linalg.norm(start))
@@ -243,6 +283,7 @@ def _norm_iterated(product: list[Round]) -> float:
 def residues(graph: Graph, rounds: int, start: int = 0) -> np.ndarray:
     """Return ‖Π W − J‖_2 after 0, 1, …, ``rounds`` rounds from round ``start``, (rounds + 1,)."""
     product = _rounds(graph, rounds, start)
+    w = _node_weights(graph)
     n = graph.n
     sizes = [float(n > 1)]
     if circulants := _circulants(product):
@@ -254,9 +295,9 @@ def residues(graph: Graph, rounds: int, start: int = 0) -> np.ndarray:
         matrix = np.eye(n)
         for r in product:
             matrix = r.apply(matrix)
-            sizes.append(float(np.linalg.norm(matrix - 1.0 / n, 2)))
+            sizes.append(float(np.linalg.norm(_in_norm(matrix - _row(n, w), w), 2)))
     else:
-        sizes += [_norm(product[: t + 1]) for t in range(rounds)]
+        sizes += [_norm(product[: t + 1], w) for t in range(rounds)]
     return np.array(sizes)
 
 
@@ -280,7 +321,7 @@ def rounds_to_exact(graph: Graph, start: int = 0, limit: int | None = None) -> i
     product = _rounds(graph, limit, start)
     if _circulants(product):
         return _first_exact(residues(graph, limit, start))
-    return _exact_after(product)
+    return _exact_after(product, _node_weights(graph))
 
 
 def _first_exact(sizes: np.ndarray) -> int | None:
@@ -292,14 +333,14 @@ def _first_exact(sizes: np.ndarray) -> int | None:
     return int(exact[0]) + 1 if len(exact) else None
 
 
-def _exact_after(product: list[Round]) -> int | None:
+def _exact_after(product: list[Round], w: NodeWeights) -> int | None:
     """Return the number of rounds after which their product is the exact average.
 
     The result is None if there is no such number. The product is tested on random vectors, on which
     a wrong result has probability zero.
     """
     x = np.random.default_rng(0).standard_normal((product[0].n, 4))
-    mean = x.mean(axis=0)
+    mean = _mean(x, w)
     sizes = [1.0]
     for r in product:
         x = r.apply(x)
@@ -310,19 +351,21 @@ def _exact_after(product: list[Round]) -> int | None:
 def mean_square_contraction(graph: Graph, rounds: int | None = None) -> float:
     """Return the worst-case factor by which E‖x − x̄‖² decreases per round.
 
-    It is the largest eigenvalue of the mean of (W − J)ᵀ(W − J) over rounds, with J = 11ᵀ/n.
+    It is the largest eigenvalue of the mean of (W − J)ᵀ(W − J) over rounds. If nodes have weights,
+    x̄ is their weighted mean, and the norm is weighted, too.
 
     :param graph: graph to examine
     :param rounds: number of rounds; None: one period, or 64 n rounds if there is none
     """
     n = graph.n
     product = _rounds(graph, rounds or graph.period or 64 * n)
+    w = _node_weights(graph)
     if circulants := _circulants(product):
         squares = cache(lambda r: np.abs(r.eigenvalues()) ** 2)
         return float(np.mean([squares(c)[1:] for c in circulants], axis=0).max(initial=0.0))
     mean = np.zeros((n, n))
     for r in product:
-        centred = r.matrix() - 1.0 / n
+        centred = _in_norm(r.matrix() - _row(n, w), w)
         mean += centred.T @ centred / len(product)
     return float(np.linalg.eigvalsh(mean)[-1])
 

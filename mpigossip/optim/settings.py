@@ -100,6 +100,12 @@ def settings(
                 graph_section.lazy,
                 **slack,
             )
+            if built.node_weights and job.algorithm.node_weights != "equal":
+                raise JobError(
+                    f"node_weights = {show(job.algorithm.node_weights)}: the nodes of the given "
+                    "graph have weights already: remove node_weights, or pass the graph without "
+                    "weights of nodes"
+                )
             built = weigh_nodes(job, built)
             name = "networkx" if is_network(graph) else f"{built.name} (given)"
             job = replace(job, graph=replace(graph_section, name=name, options=slack))

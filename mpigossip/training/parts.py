@@ -241,7 +241,8 @@ def node_weights(job: Job) -> tuple[float, ...]:
         return ()
     if setting == "steps":
         period = job.cadence.options.get("period")
-        return tuple(map(float, period)) if isinstance(period, Sequence) else ()
+        is_list = isinstance(period, Sequence) and not isinstance(period, str)
+        return tuple(map(float, period)) if is_list else ()
     return setting
 
 

@@ -361,7 +361,7 @@ def _weighs_nodes(parts: JobParts) -> bool:
 
 
 def _show_node_weights(job: Job) -> str:
-    """Return the setting `algorithm.node_weights` as in a job file."""
+    """Return the setting `algorithm.node_weights` as in a job file, or name the weighted graph."""
     setting = job.algorithm.node_weights
     if setting == "equal":
         return "a graph with weights of nodes"

@@ -1,5 +1,8 @@
 """Weights of nodes in averages: matrices, models in numpy, ranks, resume, and errors."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +10,9 @@ from torch import nn
 
 import mpigossip
 from mpigossip.config import JobError
-from mpigossip.graphs import GraphError, from_matrices, graph
+from mpigossip.graphs import GraphError, from_matrices, graph, spectral, theory
 from mpigossip.graphs.placement import renumbered
+from mpigossip.mixing import base
 from mpigossip.mixing.base import ExchangeKind, bytes_per_exchange, is_average
 from mpigossip.training import assemble
 from mpigossip.training.parts import make_graph
@@ -99,6 +103,14 @@ def test_equal_weights_change_nothing_and_others_make_another_graph():
     [
         (lambda: graph("ring", 4).weighted([1, 2, 3]), ("3 weights", "4 nodes")),
         (lambda: graph("ring", 3).weighted([1, 0, 3]), ("greater than 0", "[1.0, 0.0, 3.0]")),
+        (lambda: graph("ring", 2).weighted([1e-300, 1e300]), ("1e-15", "1e+15", "1e+300")),
+        (lambda: graph("ring", 2).weighted([1, 1e-16]), ("1e-15", "factor")),
+        (lambda: graph("ring", 2).weighted("13"), ("'13'", "list of 2 numbers")),
+        (lambda: graph("ring", 2).weighted(["1", "3"]), ("list of 2 numbers",)),
+        (lambda: graph("ring", 2).weighted(3), ("list of 2 numbers",)),
+        (lambda: graph("ring", 2).weighted({1: 2, 3: 4}), ("list of 2 numbers",)),
+        (lambda: graph("ring", 2).weighted(torch.ones(2, 2)), ("list of 2 numbers",)),
+        (lambda: graph("ring", 2).weighted(np.array([[1, 3]])), ("list of 2 numbers",)),
         (lambda: graph("ring", 3).weighted([1, np.nan, 3]), ("finite", "nan")),
         (lambda: graph("ring", 3).weighted([1, 2, 3]).weighted([1, 2, 3]), ("already",)),
         (lambda: from_matrices([[[0.5, 0.5], [0, 1]]]).weighted([1, 2]), ("doubly stochastic",)),
@@ -112,6 +124,70 @@ def test_equal_weights_change_nothing_and_others_make_another_graph():
 def test_wrong_weights_are_rejected(make, words):
     with pytest.raises(GraphError, match=naming(words)):
         make()
+
+
+def test_weights_may_be_arrays_and_very_different():
+    expected = graph("ring", 2).weighted([1, 3])
+    assert graph("ring", 2).weighted(np.array([1.0, 3.0])) == expected
+    assert graph("ring", 2).weighted(torch.tensor([1, 3])) == expected
+    w = normalized([1, 1e12, 1, 3])
+    weighted = graph("ring", 4).weighted([1, 1e12, 1, 3])
+    assert np.abs(w @ weighted.matrix() - w).max() < 1e-15 and weighted.matrix().min() >= 0
+    assert weighted.matrix()[1, 0] == pytest.approx(1e-12 / 3)
+
+
+@on_each("name", GRAPHS)
+def test_the_speed_of_averaging_is_measured_from_the_weighted_mean(name):
+    """The distance of 1wᵀ from 11ᵀ/n, which rounds do not reduce, does not count."""
+    weights = [100, 1, 2, 1, 3, 1, 1, 1]
+    w = normalized(weights)
+    weighted = graph(name, 8).weighted(weights)
+    product = np.eye(8)
+    distances = [1.0]
+    for t in range(30):
+        product = weighted.round(t).apply(product)
+        distances.append(np.linalg.norm(np.sqrt(w)[:, None] * (product - w) / np.sqrt(w), 2))
+    assert (np.diff(distances) < 1e-12).all()
+    assert np.abs(spectral.residues(weighted, 30) - distances).max() < 1e-12
+    assert spectral.residue(weighted, 30) == pytest.approx(distances[-1], abs=1e-12)
+    rate = spectral.consensus_rate(weighted)
+    assert rate < 1
+    assert spectral.rounds_to_exact(weighted) == (1 if name == "complete" else None)
+    assert (rate == 0) == (name == "complete")
+    assert (theory.averaging_gap(weighted) == 1) == (name == "complete")
+    if weighted.period:
+        values = np.linalg.eigvals(_product(weighted))
+        assert rate**weighted.period == pytest.approx(np.sort(np.abs(values))[-2], abs=1e-8)
+
+
+def _product(weighted):
+    product = np.eye(weighted.n)
+    for t in range(weighted.period):
+        product = weighted.round(t).apply(product)
+    return product
+
+
+@on_each("name", ["ring", "one-peer-exponential"])
+def test_iterative_methods_measure_from_the_weighted_mean(name, monkeypatch):
+    weighted = graph(name, 9).weighted([30, 1, 2, 1, 3, 1, 1, 1, 4])
+    expected = [spectral.residue(weighted, 5), spectral.consensus_rate(weighted)]
+    monkeypatch.setattr(spectral, "DENSE", 2)
+    iterative = [spectral.residue(weighted, 5), spectral.consensus_rate(weighted)]
+    assert iterative == pytest.approx(expected, rel=1e-6)
+
+
+def test_pairs_that_average_exactly_have_no_disagreement_left():
+    pair = graph("random-matching", 2).weighted([1, 50])
+    assert spectral.consensus_rate(pair) == 0
+    assert spectral.mean_square_contraction(pair) < 1e-20
+
+
+def test_only_rounds_with_all_links_are_compared_with_the_exact_average(monkeypatch):
+    """The comparison takes n² operations, which a star with n links must not repeat per node."""
+    star = graph("star", 5).weighted(PERIODS[:5])
+    assert star.degree == 4 and not star.complete
+    monkeypatch.setattr(base, "exact_average", lambda weights: pytest.fail("compared"))
+    assert not is_average(star, 0)
 
 
 # -- models -----------------------------------------------------------------------------------
@@ -224,11 +300,18 @@ def test_a_run_says_and_uses_the_weights(tmp_path, capsys):
     assert weighted["digest"] != train(assemble.load(JOB, plain), 3)["digest"]
 
 
-def test_weights_belong_to_nodes_wherever_they_are_placed():
+def test_weights_belong_to_nodes_wherever_they_are_placed(monkeypatch):
     """Ranks of one rack get neighbouring graph nodes, and keep their weights."""
-    job = assemble.load(JOB, ["graph.name=path"])
-    unweighted = assemble.make_unweighted_graph(job, 3)
-    placed = assemble.weigh_nodes(job, renumbered(unweighted, [1, 0, 2]))
+    job = assemble.load(JOB, ["graph.name=path", "graph.placement=hostnames"])
+    monkeypatch.setattr(assemble, "graph_nodes_for", lambda graph, racks, order: [1, 0, 2])
+    world = SimpleNamespace(
+        comm=True,
+        rank=0,
+        nodes=SimpleNamespace(inter_node=SimpleNamespace(hosts=["a1", "a2", "b1"])),
+        raise_together=lambda error: nullcontext(),
+        broadcast=lambda value: value,
+    )
+    placed = assemble.place_on_racks(job, make_graph(job, 3), world)
     assert placed.node_weights == make_graph(job, 3).node_weights == (0.5, 0.125, 0.375)
     assert set(map(int, placed.receivers(0, 0))) == {1, 2}
 
@@ -271,11 +354,55 @@ def test_a_custom_loop_weighs_nodes(ranks, passed_as_graph):
     assert ranks(2)(loops, passed_as_graph) == [[0.75, 0.75]] * 2
 
 
+def _loop(world, **options):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return mpigossip.Gossip(world, model, optimizer, "dsgd", **options)
+
+
+@with_world
+def rejected(world):
+    """Return the messages about weights that a custom loop can't use."""
+    pair = mpigossip.graph("ring", 2).weighted([1, 3])
+    messages = []
+    for options in (
+        {"graph": pair, "node_weights": [3, 1]},
+        {"graph": pair, "mixer": "asynchronous"},
+        {"graph": pair, "cadence": "never"},
+        {"node_weights": [1, 2, 3]},
+        {"node_weights": np.array([1.0, 3.0])},
+        {"node_weights": "steps"},
+        {"node_weights": [1, 2 + world.rank]},
+        {"graph": mpigossip.graph("ring", 2).weighted([1, 2 + world.rank])},
+    ):
+        with pytest.raises(JobError) as caught:
+            _loop(world, **options)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_custom_loop_rejects_weights_that_it_cannot_use(ranks):
+    expected = [
+        ("node_weights = [3.0, 1.0]", "weights already", "remove node_weights"),
+        ("a graph with weights of nodes", "asynchronous"),
+        ("a graph with weights of nodes", "exchange nothing"),
+        ("3 numbers for 2 nodes",),
+        ("algorithm.node_weights", "ndarray", "lists"),
+        ("cadence.period", "equally many"),
+        ("node_weights",),
+        ("graph",),
+    ]
+    for messages in ranks(2)(rejected):
+        for words, message in zip(expected, messages, strict=True):
+            assert all(word in message for word in words), message
+
+
 @on_each(
     ("settings", "words"),
     [
         ("algorithm.node_weights=[1,2]", ("[1.0, 2.0]", "2 numbers for 3 nodes")),
         ("cadence.period=4", ("cadence.period", "equally many")),
+        ("cadence.period=auto", ("cadence.period", "equally many")),
         ("run.survive=true algorithm.node_weights=[1,2,3]", ("one node fewer", "3 numbers")),
         (
             "algorithm.name=dsgt cadence.name=every cadence.period=3 "
@@ -305,7 +432,9 @@ def test_weights_without_an_exchange_are_rejected():
     ("setting", "words"),
     [
         ("algorithm.node_weights=[]", ("algorithm.node_weights", "each node")),
-        ("algorithm.node_weights=[1,0]", ("algorithm.node_weights", "greater than 0")),
+        ("algorithm.node_weights=[1,0]", ("[1, 0]", "a list", "1e-15")),
+        ("algorithm.node_weights=[1,1e16]", ("up to 1e15",)),
+        ("algorithm.node_weights=[1,nan]", ("algorithm.node_weights", "nan", "finite")),
         ("algorithm.node_weights=tokens", ("algorithm.node_weights", "steps")),
     ],
 )

@@ -599,6 +599,20 @@ def test_a_job_with_steps_and_weights_by_node_is_planned(capsys, tmp_path):
     assert all(row["nodes"] == 3 for row in rows)
 
 
+@pytest.mark.parametrize("weights", ["steps", [1, 2, 3]])
+def test_a_job_with_lists_is_planned_for_other_numbers_of_nodes(weights):
+    """The choice of the job itself is in the table, as if all nodes made the most steps."""
+    what = subject(assemble.load(BY_NODE, [f"algorithm.node_weights={json.dumps(weights)}"]))[0]
+    one_for_all = subject(
+        assemble.load(BY_NODE, ["algorithm.node_weights=equal", "cadence.period=4"])
+    )
+    choice = Choice("one-peer-exponential", "cpsgd")
+    for n in (1, 2, 4):
+        row = predict(what, SLOW, choice, n, 1.0)
+        assert row is not None and row == predict(one_for_all[0], SLOW, choice, n, 1.0)
+    assert predict(what, SLOW, choice, 3, 1.0) is not None
+
+
 def test_proposals_for_such_a_job_have_no_weights():
     what = subject(assemble.load(BY_NODE))[0]
     offers, left_out = proposals(BY_NODE, [], what, SLOW, 3)

@@ -337,3 +337,7 @@ def test_the_first_name_of_a_section_drops_the_options_that_it_lacks():
     assert given.cadence.options == {"period": 3}
     with pytest.raises(JobError, match=naming("cadence.longest", "always")):
         assemble.load(implied, ["cadence.name=always", "cadence.longest=3"])
+    misspelt = {"algorithm": {"name": "diloco"}, "cadence": {"perod": 32}}
+    for name in ("cpsgd", "always"):
+        with pytest.raises(JobError, match=naming("cadence.perod")):
+            assemble.load(misspelt, [f"cadence.name={name}"])

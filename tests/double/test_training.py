@@ -18,6 +18,8 @@ from tests.mixing.test_wire import differing
 
 pytestmark = pytest.mark.skipif(not active(), reason="needs the double: python -m tests.double")
 METHODS = ["dmsgd", "dsgt", "sgp", "parallel", "diloco"]
+WEIGHTED_GRAPHS = ["ring weighted", "complete weighted"]
+"""Graphs whose nodes have weights in averages."""
 
 
 WAYS = ["host", "windows", "messages"]
@@ -73,7 +75,7 @@ def test_every_wire_by_nccl_has_the_cpus_bits(ranks, wire):
 
 @pytest.mark.parametrize("n, wire", [(3, "bf16"), every(4, "fp32"), every(4, "top-k")])
 def test_windows_by_nccl_equal_the_simulator(ranks, n, wire):
-    graphs = ["one-peer-exponential", "ring", "star", "complete"]
+    graphs = ["one-peer-exponential", "ring", "star", "complete", *WEIGHTED_GRAPHS]
     args = (graphs, "nccl", 12, wire, 4096, 0, "cuda:{rank}")
     for differences, routes in ranks(n)(compare, *args, timeout=150):
         assert differences and not any(differences.values()), differences
@@ -160,7 +162,8 @@ def test_a_chunk_is_copied_to_the_host_while_the_chunk_before_it_is_in_flight(ra
 def windows(comm, window):
     """Run the battery of all graphs on a GPU."""
     with aware():
-        return compare(comm, GRAPHS, window, 8, "fp32", 4096, 0, "cuda:0")
+        graphs = [*GRAPHS, *WEIGHTED_GRAPHS]
+        return compare(comm, graphs, window, 8, "fp32", 4096, 0, "cuda:0")
 
 
 @pytest.mark.parametrize("window", some(WAYS, ["host", "windows"]))

@@ -23,6 +23,7 @@ GRAPHS = (
     "random-matching",
     "base-3",
 )
+WEIGHTED = " weighted"
 LAYOUT = MessageLayout(widths=(1024, 1024), vectors=2, scalars=1)
 
 
@@ -45,10 +46,15 @@ def kinds_of(steps, seed):
 
 
 def graphs_for(n, names=GRAPHS):
-    """Yield name and graph of those that exist for n nodes."""
+    """Yield name and graph of those that exist for n nodes.
+
+    With " weighted" after its name, node i of a graph has a weight in proportion to i + 1.
+    """
     for name in names:
         try:
-            yield name, graph(name, n)
+            made = graph(name.removesuffix(WEIGHTED), n)
+            is_weighted = name.endswith(WEIGHTED)
+            yield name, made.weighted(range(1, n + 1)) if is_weighted else made
         except GraphError:
             assert name == "one-peer-hypercube" and n & (n - 1)
 

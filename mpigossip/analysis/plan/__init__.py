@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import isfinite
 from typing import Any
 
-from mpigossip.analysis.machine import coding_seconds
+from mpigossip.analysis.machine import coding_seconds, fit_nodes
 from mpigossip.analysis.plan.gpu_costs import local_step, with_gpu
 from mpigossip.config import CadenceSection, GraphSection, Job, JobError, LocalSection
 from mpigossip.graphs import GraphError
@@ -166,6 +166,9 @@ def predict(
 ) -> Prediction | None:
     """Predict one choice on n nodes.
 
+    Lists with a number for each node, such as `cadence.period = [4, 1, 3]`, are replaced by
+    :func:`~mpigossip.analysis.machine.fit_nodes` if they do not have n numbers.
+
     :param what: the job and its sizes
     :param machine: costs of the machine
     :param choice: graph, cadence and wire
@@ -177,7 +180,7 @@ def predict(
         are incompatible with the job's algorithm
     :raises JobError: if the machine names a GPU, and the update of the algorithm is not known
     """
-    job = choice.job(what.job)
+    job = fit_nodes(choice.job(what.job), n)
     try:
         prediction = exchanges(replace(what, job=job), n, period)
     except GraphError:

@@ -80,6 +80,19 @@ def test_large_encoded_messages_are_averaged_decoded(ranks, memory):
         assert differences and not any(differences.values()), differences
 
 
+WEIGHTED_GRAPHS = ["one-peer-exponential weighted", "complete weighted", "ring weighted"]
+WEIGHTED_CASES = [("fp32", "windows"), ("bf16", "messages"), ("qsgd", "nccl"), ("fp32", "host")]
+
+
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    some([*itertools.product(["fp32", "bf16", "qsgd"], MEMORIES)], WEIGHTED_CASES),
+)
+def test_weights_of_nodes_are_used_on_devices(ranks, name, memory):
+    for differences, _ in ranks(3)(compare, WEIGHTED_GRAPHS, memory, 12, name):
+        assert len(differences) == 3 and not any(differences.values()), differences
+
+
 @with_world
 def refused(world):
     from mpigossip.graphs import graph
