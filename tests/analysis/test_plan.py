@@ -359,6 +359,18 @@ def test_the_text_names_the_origin_of_each_assumption(capsys):
     assert max(map(len, lines)) <= 80
 
 
+def test_a_rate_that_is_measured_for_each_wire_is_no_assumption(capsys):
+    words = ["plan", "--parameters", "1M", "--nodes", "4", "--compute", "20ms"]
+    assert not main([*words, "node.devices=cpu:1"])
+    printed = capsys.readouterr().out
+    assert "sum of two vectors" in printed and " 0 MB/s" not in printed
+    assert not main([*words, "node.devices=cpu:1", "--coding", "3GB/s"])
+    (line,) = [
+        x for x in capsys.readouterr().out.splitlines() if x.startswith("encoding of a wire")
+    ]
+    assert line.endswith("3 GB/s  given")
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

@@ -181,7 +181,11 @@ def _assumptions(machine: Machine, job: Job) -> list[list[str]]:
         ("update", _time(machine.update_s), "update"),
         ("jitter of computing", f"{machine.jitter:.1%}", "jitter"),
         ("sum of two vectors", _rate(machine.combine_rate), "sum"),
-        ("encoding of a wire", _rate(machine.encode_rate), "coding"),
+    ]
+    # On CPUs, the rate is 0 here unless it is given, because it is measured for each wire.
+    if machine.encode_rate:
+        rows.append(("encoding of a wire", _rate(machine.encode_rate), "coding"))
+    rows += [
         ("latency of a message", _time(machine.latency_s), "latency"),
         ("bandwidth of a node", _rate(machine.bandwidth), "bandwidth"),
     ]
