@@ -35,9 +35,10 @@ def load(
     """Read a job, apply overrides, and check all settings.
 
     If an override changes the name in a section, the options of the old name are dropped. If it
-    gives the section its first name, the options of the implied name that this name does not have
-    are dropped. If the new name is an algorithm with its own local step, the section `[local]` is
-    dropped, too, unless an override sets a key of it.
+    gives the section its first name, or changes the name that another section implies for it, the
+    options of the implied name that the new name does not have are dropped. If the new name is an
+    algorithm with its own local step, the section `[local]` is dropped, too, unless an override
+    sets a key of it.
 
     :param source: path of a TOML file, name of an example, TOML text as a string of several lines,
         or a dict of sections. Such a text may be a stored job of an earlier version, whose former
@@ -145,8 +146,10 @@ def _apply_overrides(
         changed_paths.add(f"{section}.{key}")
         table = result.get(section, {})
         result[section] = {**table, key: value} if isinstance(table, dict) else table
-    before = _chosen_names(raw, tables)
-    after = _chosen_names(result, tables)
+    names_before = names_in_effect(raw, tables)
+    names_after = names_in_effect(result, tables)
+    before = _chosen_names(raw, names_before)
+    after = _chosen_names(result, names_after)
     for section in before:
         table = result.get(section)
         if before[section] != after[section] and isinstance(table, dict):
@@ -157,12 +160,14 @@ def _apply_overrides(
             }
     for section, path in NAMES.items():
         table = result.get(section)
-        if path in changed_paths and section not in before and isinstance(table, dict):
+        is_changed = path in changed_paths or names_before[path] != names_after[path]
+        if is_changed and section not in before and isinstance(table, dict):
             # The file does not name what has these options: it is implied, as diloco implies cpsgd.
             table_of_names = tables.get(path, {})
-            implied = options_of(table_of_names, names_in_effect(raw, tables)[path])
-            dropped = {*implied} - {*_keys(section), *options_of(table_of_names, after[section])}
+            implied = options_of(table_of_names, names_before[path])
+            known = {*_keys(section), *options_of(table_of_names, names_after[path])}
             # Unknown keys stay, so that they are reported.
+            dropped = {*implied} - known
             result[section] = {
                 key: value
                 for key, value in table.items()
@@ -175,13 +180,15 @@ def _apply_overrides(
     return result, messages
 
 
-def _chosen_names(sections: Sections, tables: Tables) -> dict[str, Any]:
+def _chosen_names(sections: Sections, names: Mapping[str, Any]) -> dict[str, Any]:
     """Return the name of each section that has options, by section.
 
     A section that gives no name is left out. If the setting of its name may be unset, the section
     is included with the name in effect.
+
+    :param sections: sections of a job
+    :param names: names in effect, by path
     """
-    names = names_in_effect(sections, tables)
     return {
         section: names[path]
         for section, path in NAMES.items()

@@ -366,6 +366,8 @@ def test_a_rate_of_encoding_that_is_measured_for_each_wire_is_not_printed_as_0(c
     assert row.endswith("per wire  measured here") and re.search(
         "  1 epoch$", printed, re.MULTILINE
     )
+    assert not main(["plan", str(JOB), "--nodes", "4", "--compute", "5ms", "--coding", "3GB/s"])
+    assert re.search("^encoding of a wire .*3 GB/s  given$", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpigossip.analysis.plan import quality
+from mpigossip.analysis.plan import ALL_REDUCE, Choice, predict, quality
 from mpigossip.analysis.plan.best import WITHIN, best, proposals, text
 from mpigossip.analysis.plan.quality import EVIDENCE, Accept, nearest
 from mpigossip.cli import main
@@ -144,6 +144,50 @@ def test_averages_of_state_are_removed_from_all_reduce_only():
     offers = {proposal.label: proposal for proposal in offers}
     assert "algorithm.average_state={}" in offers["all-reduce (DDP)"].settings
     assert settings[-1] in offers["dsgd, one-peer-exponential"].job_settings
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"algorithm": {"name": "dsgd"}, "node": {"mixer": "asynchronous"}},
+        {"algorithm": {"name": "dsgd"}, "faults": {"lost": 0.1, "away": 0.1, "away_rounds": 2.0}},
+        {"algorithm": {"name": "diloco", "blend": 0.5}, "cadence": {"period": 4, "delay": 1}},
+    ],
+    ids=["asynchronous", "faults", "blend"],
+)
+def test_all_reduce_has_a_row_for_every_method(where):
+    what = subject(assemble.load(where))[0]
+    offers, left_out = proposals(where, [], what, machine(1e7), 2)
+    assert "all-reduce (DDP)" in {proposal.label for proposal in offers}, left_out
+    proposed = next(proposal.row for proposal in offers if not proposal.level)
+    assert predict(what, machine(1e7), Choice(ALL_REDUCE), 2, 1) == proposed
+
+
+def test_a_blend_for_the_delay_of_the_job_remains_with_a_delay_only():
+    where = {"algorithm": {"name": "diloco", "blend": 0.3}, "cadence": {"period": 4, "delay": 1}}
+    what = subject(assemble.load(where))[0]
+    offers, left_out = proposals(where, [], what, machine(1e7), N)
+    labels = {proposal.label for proposal in offers}
+    assert {"dsgd, ring", "gasloc, one-peer-exponential, H = 8", "diloco, H = 8"} <= labels
+    for proposal in offers:
+        section = assemble.load(where, proposal.settings).algorithm
+        assert section.blend == (0.3 if "fragments" in proposal.label else None), proposal.label
+    where["cadence"]["delay"] = 0
+    offers, left_out = proposals(where, [], subject(assemble.load(where))[0], machine(1e7), N)
+    whole = next(proposal for proposal in offers if proposal.label == "diloco, H = 8")
+    assert assemble.load(where, whole.settings).algorithm.blend == 0.3
+
+
+def test_weights_of_the_job_s_graph_are_not_those_of_others():
+    own = {"name": "ring", "weights": "metropolis-hastings", "lazy": True}
+    where = {"algorithm": {"name": "dsgd"}, "graph": own}
+    what = subject(assemble.load(where))[0]
+    offers, left_out = proposals(where, [], what, machine(1e7), N)
+    assert not left_out
+    for proposal in offers:
+        section = assemble.load(where, proposal.settings).graph
+        is_own = section.name == "ring"
+        assert (section.weights is not None, section.lazy) == (is_own, is_own), proposal.label
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -341,3 +341,16 @@ def test_the_first_name_of_a_section_drops_the_options_that_it_lacks():
     for name in ("cpsgd", "always"):
         with pytest.raises(JobError, match=naming("cadence.perod")):
             assemble.load(misspelt, [f"cadence.name={name}"])
+
+
+def test_another_algorithm_drops_options_of_a_cadence_that_it_does_not_imply():
+    """A comparison of algorithms then works for a job that names the period of diloco only."""
+    implied = {"algorithm": {"name": "diloco"}, "cadence": {"period": 32, "delay": 1}}
+    always = assemble.load(implied, ["algorithm.name=dsgd"]).cadence
+    assert always.name == "always" and always.options == {}
+    every = assemble.load(implied, ["algorithm.name=gasloc"]).cadence
+    assert every.name == "every" and every.options["period"] == 32 and every.options["delay"] == 1
+    with pytest.raises(JobError, match=naming("cadence.period", "always")):
+        assemble.load(implied, ["algorithm.name=dsgd", "cadence.period=32"])
+    with pytest.raises(JobError, match=naming("cadence.period", "always")):
+        assemble.load({"algorithm": {"name": "dsgd"}, "cadence": {"period": 32}}, ["run.epochs=1"])

@@ -9,6 +9,7 @@ from typing import Any
 from mpigossip.analysis.machine import coding_seconds, fit_nodes
 from mpigossip.analysis.plan.gpu_costs import local_step, with_gpu
 from mpigossip.config import CadenceSection, GraphSection, Job, JobError, LocalSection
+from mpigossip.config.sections import FaultsSection
 from mpigossip.graphs import GraphError
 from mpigossip.graphs.theory import averaging_gap, transient_of
 from mpigossip.mixing.base import ExchangeKind
@@ -72,9 +73,17 @@ def always_global(job: Job) -> bool:
 
 
 def parallel(job: Job) -> Job:
-    """Return the job with an all-reduce of gradients in float32 in place of its algorithm."""
+    """Return the job with an all-reduce of gradients in float32 in place of its algorithm.
+
+    All nodes wait for each other, and all links work.
+    """
     section = replace(
-        job.algorithm, name="parallel", options={}, average_state={}, node_weights="equal"
+        job.algorithm,
+        name="parallel",
+        options={},
+        average_state={},
+        node_weights="equal",
+        blend=None,
     )
     return replace(
         job,
@@ -82,7 +91,8 @@ def parallel(job: Job) -> Job:
         local=LocalSection(),
         graph=GraphSection(name="complete"),
         cadence=CadenceSection(),
-        node=replace(job.node, wire="fp32"),
+        node=replace(job.node, wire="fp32", mixer="synchronous"),
+        faults=FaultsSection(),
     )
 
 

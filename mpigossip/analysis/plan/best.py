@@ -20,6 +20,7 @@ from mpigossip.analysis.plan.gpu_costs import style_of
 from mpigossip.analysis.plan.quality import Accept, Evidence, nearest
 from mpigossip.config import Job, JobError
 from mpigossip.config.readable import aligned, three_digits
+from mpigossip.config.sections import FaultsSection
 from mpigossip.training import assemble
 from mpigossip.training.costs import Subject
 from mpigossip.training.machines import Machine
@@ -78,15 +79,20 @@ def _ways(job: Job, n: int) -> Iterator[Proposal]:
     always = ("cadence.name=always", "node.wire=fp32")
     averages = ("algorithm.average_state={}",) * bool(job.algorithm.average_state)
     weights = ("algorithm.node_weights=equal",) * (job.algorithm.node_weights != "equal")
-    reduce = ("algorithm.name=parallel", *averages, *weights, *always)
+    unblended = ("algorithm.blend=none",) * (job.algorithm.blend is not None)
+    # The blend of a job with a delay is meant for the delay.
+    whole_blend = unblended * bool(job.cadence.options.get("delay", 0))
+    waits = ("node.mixer=synchronous",) * (job.node.mixer != "synchronous")
+    reduce = ("algorithm.name=parallel", *averages, *weights, *unblended, *always)
+    reduce = (*reduce, *waits, *_without_faults(job))
     yield Proposal("all-reduce (DDP)", 0, ALL_REDUCE, reduce)
     method = job.algorithm.name
     if always_global(job):
         method = GOSSIP
-    same_method: tuple[str, ...] = (f"algorithm.name={method}", *weights)
+    same_method: tuple[str, ...] = (f"algorithm.name={method}", *weights, *whole_blend)
     if method in PERIODIC:
         method = "dsgd"
-        same_method = ("algorithm.name=dsgd", "algorithm.style=awc", *weights)
+        same_method = ("algorithm.name=dsgd", "algorithm.style=awc", *weights, *unblended)
     graphs = ("one-peer-exponential", "one-peer-hypercube", "base-2", "exponential", "ring")
     for graph in graphs:
         if n & (n - 1) and graph == "one-peer-exponential":
@@ -102,12 +108,29 @@ def _ways(job: Job, n: int) -> Iterator[Proposal]:
         outer = ("algorithm.name=diloco", *weights, "cadence.name=cpsgd", seldom, "node.wire=fp32")
         parts = (f"cadence.fragments={FRAGMENTS}", "cadence.delay=1")
         gasloc = ("algorithm.name=gasloc", *weights, "cadence.name=every", seldom, "node.wire=fp32")
-        whole = _whole_model(job, "cpsgd")
+        whole = (*_whole_model(job, "cpsgd"), *whole_blend)
         yield Proposal(f"diloco, H = {period}", level, "complete", (*outer, *whole))
         label = f"diloco, H = {period}, {FRAGMENTS} fragments"
         yield Proposal(label, level, "complete", (*outer, *parts))
-        whole = _whole_model(job, "every")
+        whole = (*_whole_model(job, "every"), *whole_blend)
         yield Proposal(f"gasloc, {peer}, H = {period}", level, peer, (*gasloc, *whole))
+
+
+def _without_faults(job: Job) -> tuple[str, ...]:
+    """Return settings that undo the job's settings in `[faults]`; () if there are none."""
+    defaults = asdict(FaultsSection())
+    own = asdict(job.faults)
+    return tuple(f"faults.{k}={defaults[k]}" for k, v in own.items() if v != defaults[k])
+
+
+def _graph_of(job: Job, name: str) -> tuple[str, ...]:
+    """Return settings of the graph ``name`` with its own weights, unless it is the job's graph."""
+    section = job.graph
+    if name == section.name:
+        return (f"graph.name={name}",)
+    weights = ("graph.weights=none",) * (section.weights is not None)
+    lazy = ("graph.lazy=false",) * section.lazy
+    return (f"graph.name={name}", *weights, *lazy)
 
 
 def _kept(job: Job, settings: Sequence[str], pasted: Sequence[str]) -> tuple[str, ...]:
@@ -175,7 +198,7 @@ def proposals(
     ranks = f"node.ranks_per_node={what.job.node.ranks_per_node}"
     for proposal in _ways(what.job, n):
         graph = "complete" if proposal.graph == ALL_REDUCE else proposal.graph
-        pasted = (*proposal.settings, f"graph.name={graph}")
+        pasted = (*proposal.settings, *_graph_of(what.job, graph))
         try:
             job_settings = _kept(what.job, settings, pasted)
             job = assemble.load(where, [*job_settings, *pasted, ranks])
