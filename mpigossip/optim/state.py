@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -222,7 +223,7 @@ FROZEN = "frozen/"
 
 
 class FrozenParameters:
-    """Frozen parameters that the program has changed, such as those of a momentum encoder.
+    """Frozen parameters that the program has changed, such as the parameters of a momentum encoder.
 
     Other frozen parameters are not saved, because the program initializes them. Programs often
     change a parameter through `.data`, which torch's version counters do not count. The values are
@@ -475,9 +476,11 @@ def packed(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
     if isinstance(value, Mapping):
         links = _links(value)
         items = [(key, packed(value[key], f"{path}/{links[key]}", arrays)) for key in value]
-        if all(isinstance(key, str) and not key.startswith("#") for key in value):
+        is_counter = isinstance(value, Counter)  # such as the milestones of MultiStepLR
+        if not is_counter and all(isinstance(k, str) and not k.startswith("#") for k in value):
             return dict(items)
-        return {"#items": [[packed(key, path, arrays), item] for key, item in items]}
+        pairs = [[packed(key, path, arrays), item] for key, item in items]
+        return {"#counter" if is_counter else "#items": pairs}
     if isinstance(value, list | tuple):
         items = [packed(item, f"{path}/{k}", arrays) for k, item in enumerate(value)]
         return items if isinstance(value, list) else {"#tuple": items}
@@ -510,6 +513,10 @@ def unpacked(saved: Any, arrays: Arrays) -> Any:
         return torch.from_numpy(np.array(value)).to(TYPES[saved["type"]])
     if "#items" in saved:
         return {unpacked(key, arrays): unpacked(item, arrays) for key, item in saved["#items"]}
+    if "#counter" in saved:
+        return Counter(
+            {unpacked(k, arrays): unpacked(count, arrays) for k, count in saved["#counter"]}
+        )
     if "#tuple" in saved:
         return tuple(unpacked(item, arrays) for item in saved["#tuple"])
     return {key: unpacked(item, arrays) for key, item in saved.items()}

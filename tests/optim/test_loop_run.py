@@ -633,3 +633,22 @@ def test_similar_keys_stay_distinct(tmp_path):
     assert torch.equal(again["nested"]["x"][1], torch.zeros(1))
     assert torch.equal(again["nested"]["x"]["1"], torch.ones(1))
     assert torch.equal(again["nested"]["x/1"], torch.full((1,), 2.0))
+
+
+def test_milestones_of_a_scheduler_keep_their_type(tmp_path):
+    """torch keeps the milestones of MultiStepLR in a Counter, whose methods it calls."""
+    rates = []
+    for _ in range(2):
+        with SingleProcess() as world:
+            model = torch.nn.Linear(2, 2)
+            inner = torch.optim.SGD(model.parameters(), 1.0)
+            gossip = mpigossip.Gossip(world, model, inner, run=tmp_path)
+            schedule = torch.optim.lr_scheduler.MultiStepLR(gossip, [1, 3, 3], gamma=0.5)
+            gossip.keep(schedule=schedule)
+            for epoch in range(gossip.resume() + 1, gossip.steps + 3):
+                model(torch.ones(1, 2)).sum().backward()
+                gossip.step()
+                gossip.zero_grad()
+                schedule.step(epoch)
+                rates.append(gossip.param_groups[0]["lr"])
+    assert rates == [0.5, 0.5, 0.125, 0.125]
