@@ -283,7 +283,8 @@ class ModuleParameters:
                 report_shared(p)
                 old = self._own_data[row][k] = own_storage(self.cut(self.full[0][row])[k])
         changed = not torch.equal(p.data, old)
-        old.copy_(p.data)
+        # A transposed view shares its memory with `old`, which must not change while it is read.
+        old.copy_(p.data.clone() if p.data_ptr() == old.data_ptr() else p.data)
         p.data = old
         return changed
 
@@ -463,8 +464,12 @@ def owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _memory_key(parameter: torch.Tensor) -> tuple:
-    """Return address, type and shape of a tensor, to find out later whether it has other memory."""
-    return parameter.data_ptr(), parameter.dtype, parameter.shape
+    """Return address, type, shape and strides of a tensor.
+
+    They show later whether the tensor has other memory, or the same memory in another order, as
+    after `parameter.data = parameter.data.t()`.
+    """
+    return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
 def replaced_message(name: str) -> str:

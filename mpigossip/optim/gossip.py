@@ -406,6 +406,8 @@ class Gossip(torch.optim.Optimizer):
             states.check_step(self._world, self._loaded)
         if first:
             self._node.lay_out()
+            if self._run is not None:
+                self._node.watch_frozen()
             self._stale.watch(p for group in self.param_groups for p in group["params"])
         if self._loaded is not None:
             local_layout = self.vector.local_layout
@@ -459,11 +461,11 @@ class Gossip(torch.optim.Optimizer):
         """Return the inner optimizer's state dict with an additional entry "gossip".
 
         The entry holds this node's model, the state of the algorithm, and counters; before the
-        first step, it is None, or the entry that was loaded. The buffers of the model are not part
-        of it. The call is not collective, except while a fragment is in flight: then all ranks of
-        the node have to make it. Save one state dict for each node, or for each rank if ranks have
-        shards, because loading the state dict of another node replaces this node's model by the
-        other node's model.
+        first step, it is None, or the entry that was loaded. The buffers and the frozen parameters
+        of the model are not part of it. The call is not collective, except while a fragment is in
+        flight: then all ranks of the node have to make it. Save one state dict for each node, or
+        for each rank if ranks have shards, because loading the state dict of another node replaces
+        this node's model by the other node's model.
 
         :raises JobError: inside :meth:`averaged`, or inside :meth:`paused` if the node is
             asynchronous
@@ -628,10 +630,10 @@ class Gossip(torch.optim.Optimizer):
         If there is no checkpoint, the result is 0, and nothing changes. If the number of nodes, the
         ranks per node, the algorithm and the cadence are as in the checkpoint, and the mixer is
         synchronous, the following is restored bitwise identically: model, optimizer, algorithm,
-        torch's random numbers, and the objects given to :meth:`keep`. Otherwise, messages report
-        what is dropped or reset. If the number of nodes differs, all nodes start from the exact
-        average. If the checkpoint is at the last of ``steps``, a message reports that nothing is
-        left to train.
+        torch's random numbers, frozen parameters that the program has changed since the first step,
+        and the objects given to :meth:`keep`. Otherwise, messages report what is dropped or reset.
+        If the number of nodes differs, all nodes start from the exact average. If the checkpoint is
+        at the last of ``steps``, a message reports that nothing is left to train.
 
         :raises JobError: if there is no run directory, or if :meth:`step` or :meth:`save` has been
             called before

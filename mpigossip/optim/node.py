@@ -71,6 +71,7 @@ class LoopNode:
     mixer: Mixer
     parts: JobParts
     local: Local
+    _frozen: state.FrozenParameters
     shift = 0
     counts_all = False
     facts: dict[str, Any] = {"door": "loop"}
@@ -196,6 +197,8 @@ class LoopNode:
             self.edits.collect(self.vector)
         with world.raise_together(JobError):
             rank_state = state.of_rank(self.model, self.keeps)
+            if nodes.is_leader:
+                self._frozen.write(self.flat.names, arrays)
             if nodes.is_leader and not self.sharded:
                 numbers["torch"] = state.write_optimizer(self.inner, self.model, arrays)
         if self.sharded:  # the ranks gather the state of one parameter at a time
@@ -211,6 +214,7 @@ class LoopNode:
         text = str(saved.numbers["torch"])
         inner_state, lacking = state.read_optimizer(self.inner, self.model, text, arrays)
         settings = state_dict.load(inner_state, None, self.inner, self.model, self.layouts.local)
+        frozen = self._frozen.read(arrays)
         if mean is None:
             state.load_random(saved, nodes.local_rank, self.model)
             dropped = state.dropped_ranks(saved, nodes.per_node)
@@ -218,10 +222,18 @@ class LoopNode:
             return settings + state.load_kept(saved, nodes.local_rank, self.keeps, draws) + dropped
         kinds = sorted({name.rpartition("/")[2] for name in mean if name.startswith("torch/")})
         messages = [f"averaged state of the optimizer: {', '.join(kinds)}"] if kinds else []
+        if frozen:
+            messages.append(f"averaged: frozen {parameter_list(frozen)}")
+        if lost := state.frozen_names(saved.arrays.keys() - mean.keys()):
+            messages.append(f"dropped: frozen {parameter_list(lost)}, which not all nodes changed")
         if lacking:
             messages.append(f"dropped: the optimizer's state of {', '.join(lacking[:4])}")
         messages.append("dropped: random numbers")
         return messages + settings + state.load_kept(saved, 0, self.keeps, draws=False)
+
+    def watch_frozen(self) -> None:
+        """Prepare to save frozen parameters that the program changes from now on."""
+        self._frozen = state.FrozenParameters(self.model)
 
     def resumes_exactly(self, manifest: Manifest, first: NodeState) -> bool:
         """Return whether nodes had the same number of ranks, or have no buffers."""

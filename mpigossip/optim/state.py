@@ -2,6 +2,7 @@
 
     torch/PARAMETER/KEY, torch/#groups/…   the optimizer, equal on all ranks of a node
     rng/torch, rng/cuda, own/NAME…         the node's rank 0; rng/#P/… and own/#P/… for rank P
+    frozen/PARAMETER                       parameters that are not trained, if the program edits one
 
 Nested state of numbers, strings, lists, dicts and tensors is saved as JSON and arrays, without
 pickle.
@@ -12,7 +13,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -214,6 +216,91 @@ def average_state(world: World, mixer: Mixer, optimizer: torch.optim.Optimizer) 
     return sorted({key for _, key in names})
 
 
+# -- frozen parameters -----------------------------------------------------------------------------
+
+FROZEN = "frozen/"
+"""Prefix of the arrays of frozen parameters."""
+
+
+class FrozenParameters:
+    """Frozen parameters that the program has changed, such as the parameters of a momentum encoder.
+
+    Other frozen parameters are not saved, because the program initializes them. Programs often
+    change a parameter through `.data`, which torch's version counters do not count. The values are
+    therefore compared with checksums of the values at the first step. Sharded parameters are left
+    out.
+    """
+
+    def __init__(self, model: nn.Module):
+        """Compute checksums of all frozen parameters of ``model``."""
+        self._model = model
+        self._checksums = {name: _checksums(p) for name, p in self._frozen().items()}
+        self._changed = set[str]()
+
+    def write(self, trained: Collection[str], arrays: dict[str, np.ndarray]) -> None:
+        """Put the frozen parameters that have changed since the first step into ``arrays``.
+
+        :param trained: names of parameters that the checkpoint contains anyway
+        :param arrays: dict that the parameters are added to
+        :raises JobError: if a checkpoint can't contain the type of such a parameter
+        """
+        for name, p in self._frozen().items():
+            if name in trained or name not in self._checksums:
+                continue
+            if name not in self._changed and _checksums(p).equal(self._checksums[name]):
+                continue
+            self._changed.add(name)
+            packed(p.detach(), f"{FROZEN}{name}", arrays)
+
+    def read(self, arrays: Arrays) -> list[str]:
+        """Restore the frozen parameters that ``arrays`` contains; return their names.
+
+        :param arrays: arrays of a node, or their averages over nodes
+        :raises StoreError: if the model has no such frozen parameter of this shape
+        """
+        names = frozen_names(arrays)
+        frozen = self._frozen()
+        for name in names:
+            values = torch.from_numpy(np.array(arrays[f"{FROZEN}{name}"]))
+            p = frozen.get(name)
+            if p is None or p.numel() != values.numel():
+                now = "has no such frozen parameter" if p is None else f"has shape {tuple(p.shape)}"
+                raise StoreError(
+                    f"the checkpoint contains the frozen parameter {name}, which the program had "
+                    f"changed, of shape {tuple(values.shape)}, but the model {now}: resume with "
+                    "the model that was saved"
+                )
+            with torch.no_grad():
+                p.copy_(values.view(p.shape))
+        self._changed |= set(names)
+        return names
+
+    def _frozen(self) -> dict[str, torch.Tensor]:
+        return {
+            name: p
+            for name, p in self._model.named_parameters()
+            if type(p) is nn.Parameter
+            and not p.requires_grad
+            and p.layout == torch.strided
+            and not p.is_meta
+        }
+
+
+def frozen_names(paths: Iterable[str]) -> list[str]:
+    """Return the names of the frozen parameters among the paths of arrays, sorted."""
+    return sorted(path.removeprefix(FROZEN) for path in paths if path.startswith(FROZEN))
+
+
+def _checksums(tensor: torch.Tensor) -> torch.Tensor:
+    """Return sums of every 64th 64-bit word of a tensor, with the words as integers, (64,)."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    count = dense.numel()
+    # A copy begins at an address at which its bytes may be read as 64-bit words.
+    padded = dense.new_zeros(count + -count % 512)
+    padded[:count] = dense
+    return padded.view(torch.int64).view(-1, 64).sum(0).cpu()
+
+
 # -- random numbers and kept objects ---------------------------------------------------------------
 
 
@@ -389,9 +476,11 @@ def packed(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
     if isinstance(value, Mapping):
         links = _links(value)
         items = [(key, packed(value[key], f"{path}/{links[key]}", arrays)) for key in value]
-        if all(isinstance(key, str) and not key.startswith("#") for key in value):
+        is_counter = isinstance(value, Counter)  # such as the milestones of MultiStepLR
+        if not is_counter and all(isinstance(k, str) and not k.startswith("#") for k in value):
             return dict(items)
-        return {"#items": [[packed(key, path, arrays), item] for key, item in items]}
+        pairs = [[packed(key, path, arrays), item] for key, item in items]
+        return {"#counter" if is_counter else "#items": pairs}
     if isinstance(value, list | tuple):
         items = [packed(item, f"{path}/{k}", arrays) for k, item in enumerate(value)]
         return items if isinstance(value, list) else {"#tuple": items}
@@ -424,6 +513,10 @@ def unpacked(saved: Any, arrays: Arrays) -> Any:
         return torch.from_numpy(np.array(value)).to(TYPES[saved["type"]])
     if "#items" in saved:
         return {unpacked(key, arrays): unpacked(item, arrays) for key, item in saved["#items"]}
+    if "#counter" in saved:
+        return Counter(
+            {unpacked(k, arrays): unpacked(count, arrays) for k, count in saved["#counter"]}
+        )
     if "#tuple" in saved:
         return tuple(unpacked(item, arrays) for item in saved["#tuple"])
     return {key: unpacked(item, arrays) for key, item in saved.items()}

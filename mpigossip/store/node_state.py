@@ -20,7 +20,7 @@ with −∞, and a user's own state can have any value.
 """
 NORMS = ("running_mean", "running_var")
 """Suffixes of the running statistics of normalization layers, which must be finite, too."""
-LOOSE = ("torch/", "own/", "rng/")
+LOOSE = ("torch/", "own/", "rng/", "frozen/")
 """Prefixes of arrays of a custom loop that may be missing on some nodes, for example because an
 optimizer has no state for parameters that its node never used.
 """

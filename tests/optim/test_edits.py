@@ -533,6 +533,28 @@ def test_parameters_that_come_to_share_memory_later_are_rejected():
         gossip.step()
 
 
+@on_each("low", [False, True])
+def test_a_transposed_view_of_a_parameter_is_an_edit(low):
+    """`p.data.t()` of a square matrix keeps the address and the shape of the parameter."""
+    trained = nn.Linear(4, 4, bias=False)
+    reference = nn.Linear(4, 4, bias=False)
+    if low:
+        trained, reference = trained.bfloat16(), reference.bfloat16()
+    with torch.no_grad():
+        for model in (trained, reference):
+            model.weight.copy_(torch.arange(16.0).view(4, 4) / 8)
+    gossip = gossip_of(trained)
+    inner = torch.optim.SGD(reference.parameters(), lr=RATE)
+    inputs = torch.tensor([[1.0, -0.5, 0.25, 2.0]]).to(trained.weight.dtype)
+    for _ in range(3):
+        for model, optimizer in ((trained, gossip), (reference, inner)):
+            model.weight.data = model.weight.data.t()
+            optimizer.zero_grad()
+            model(inputs).sum().backward()
+            optimizer.step()
+    assert torch.allclose(trained.weight, reference.weight, atol=0.02 if low else 0)
+
+
 def test_a_buffer_in_the_memory_of_a_parameter_is_rejected():
     model = nn.Linear(4, 4)
     model.register_buffer("copy", model.weight.data)

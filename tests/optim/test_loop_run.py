@@ -219,6 +219,78 @@ def test_a_loop_that_has_made_all_its_steps_says_so_when_it_is_started_again(
     assert ("name another run directory" in printed) == says
 
 
+class Teacher(torch.nn.Module):
+    """Model with a frozen copy that follows the trained layer, and one that stays as it is."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.student = torch.nn.Linear(4, 4)
+        self.teacher = torch.nn.Linear(4, 4).requires_grad_(False)
+        self.constant = torch.nn.Linear(4, 4).requires_grad_(False).bfloat16()
+
+    def follow(self):
+        pairs = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
+        for teacher, student in pairs:
+            teacher.data = teacher.data * 0.9 + student.data * 0.1
+
+    def loss(self, inputs):
+        targets = self.constant(self.teacher(inputs).bfloat16()).float()
+        return (self.student(inputs) - targets).square().mean()
+
+
+def train_teacher(world, folder, steps):
+    model = Teacher()
+    inner = torch.optim.SGD(model.student.parameters(), 0.1, momentum=0.9)
+    gossip = mpigossip.Gossip(world, model, inner, run=folder)
+    for step in range(gossip.resume(), steps):
+        gossip.zero_grad()
+        draw = torch.Generator().manual_seed(step)
+        model.loss(torch.randn(8, 4, generator=draw)).backward()
+        gossip.step()
+        model.follow()
+    return model
+
+
+def test_frozen_parameters_that_the_program_changes_are_resumed(tmp_path):
+    """A momentum encoder is such a parameter. It may change through `.data`."""
+    values = {}
+    for name, stops in {"whole": (6,), "parts": (1, 3, 6)}.items():
+        for stop in stops:
+            with SingleProcess() as world:
+                model = train_teacher(world, tmp_path / name, stop)
+        values[name] = [p.detach().float() for p in model.parameters()]
+    for whole, parts in zip(values["whole"], values["parts"], strict=True):
+        assert torch.equal(whole, parts)
+    arrays = checkpoint.read_node(checkpoint.latest(tmp_path / "parts"), 0).arrays
+    frozen = {name for name in arrays if name.startswith("frozen/")}
+    assert frozen == {"frozen/teacher.weight", "frozen/teacher.bias"}
+
+
+@with_world
+def save_changed_teacher(world, folder):
+    model = Teacher()
+    inner = torch.optim.SGD(model.student.parameters(), 0.1)
+    gossip = mpigossip.Gossip(world, model, inner, run=folder)
+    model.loss(torch.ones(1, 4)).backward()
+    gossip.step()
+    model.teacher.weight.data.fill_(float(world.rank))
+    if world.rank == 0:  # only one node changes this one
+        model.teacher.bias.data.fill_(1.0)
+    gossip.save()
+
+
+def test_frozen_parameters_are_averaged_for_another_number_of_nodes(ranks, tmp_path, capsys):
+    ranks(2)(save_changed_teacher, tmp_path)
+    with SingleProcess() as world:
+        model = train_teacher(world, tmp_path, 1)
+    assert model.teacher.weight.unique().tolist() == [0.5]
+    assert torch.equal(model.teacher.bias, Teacher().teacher.bias)
+    said = "".join(capsys.readouterr())
+    assert "averaged: frozen parameter teacher.weight" in said
+    assert "dropped: frozen parameter teacher.bias" in said
+
+
 def make_run(folder):
     with SingleProcess() as world:
         model, gossip, draw, schedule = begin_run(world, folder)
@@ -575,3 +647,22 @@ def test_similar_keys_stay_distinct(tmp_path):
     assert torch.equal(again["nested"]["x"][1], torch.zeros(1))
     assert torch.equal(again["nested"]["x"]["1"], torch.ones(1))
     assert torch.equal(again["nested"]["x/1"], torch.full((1,), 2.0))
+
+
+def test_milestones_of_a_scheduler_keep_their_type(tmp_path):
+    """torch keeps the milestones of MultiStepLR in a Counter, whose methods it calls."""
+    rates = []
+    for _ in range(2):
+        with SingleProcess() as world:
+            model = torch.nn.Linear(2, 2)
+            inner = torch.optim.SGD(model.parameters(), 1.0)
+            gossip = mpigossip.Gossip(world, model, inner, run=tmp_path)
+            schedule = torch.optim.lr_scheduler.MultiStepLR(gossip, [1, 3, 3], gamma=0.5)
+            gossip.keep(schedule=schedule)
+            for epoch in range(gossip.resume() + 1, gossip.steps + 3):
+                model(torch.ones(1, 2)).sum().backward()
+                gossip.step()
+                gossip.zero_grad()
+                schedule.step(epoch)
+                rates.append(gossip.param_groups[0]["lr"])
+    assert rates == [0.5, 0.5, 0.125, 0.125]
