@@ -16,7 +16,7 @@ def main() -> int:
 
         return run_command()
     except KeyboardInterrupt:
-        print("mpigossip: interrupted", file=sys.stderr)
+        sys.stderr.write("mpigossip: interrupted\n")
         return INTERRUPTED
 
 

@@ -69,7 +69,7 @@ def test_one_process_runs_all_tests_and_is_ready(tmp_path):
     assert str(tmp_path) in done.stdout and "1 link:" in done.stdout
     assert list(tmp_path.iterdir()) == []
     assert "note   untested   " in done.stdout and "there is one rank" in done.stdout
-    assert "MPI between ranks (rows exchange, routes)" in done.stdout
+    assert "(rows exchange, routes)" in done.stdout
     assert "`mpirun -n 2 mpigossip doctor`" in done.stdout
     assert done.stdout.splitlines()[-1] == "ready, but not fully tested"
 

@@ -215,8 +215,8 @@ def test_a_loop_that_has_made_all_its_steps_says_so_when_it_is_started_again(
         _, gossip, *_ = begin_run(world, tmp_path, **({"steps": steps} if steps else {}))
         assert gossip.resume() == 2
     printed = capsys.readouterr().out
-    assert (f"{tmp_path}: this loop has already made its 2 steps" in printed) == says, printed
-    assert ("name another run directory" in printed) == says
+    assert (f"{tmp_path}: " in printed and "its 2 steps" in printed) == says, printed
+    assert ("another run directory" in printed) == says
 
 
 class Teacher(torch.nn.Module):
