@@ -146,13 +146,19 @@ def draw_rates(axes: Any, study: Results, colours: Mapping[Cell, str]) -> None:
     :param study: results of theory tasks
     :param colours: colour of each point, in which its rate is drawn as a dotted line; the lower
         bounds are grey
-    :raises JobError: if the constants of a problem are not known
+    :raises JobError: if the constants of a problem are not known, or if nodes have weights
     """
     floors: dict[Bounded, tuple[Figures, np.ndarray]] = {}
     low, high = axes.get_ylim()
     for cell, colour in colours.items():
         for run in study.ended(cell)[:1]:
             (graph, problem, noise), n = _known(run.log), cell.nodes
+            if graph.node_weights:
+                raise JobError(
+                    f"theory = True: the nodes of {cell.name} have weights, but rates and bounds "
+                    "hold for the plain mean of the nodes; use theory = False, or "
+                    'algorithm.node_weights = "equal"'
+                )
             if problem is None or not np.isfinite(problem.gap):
                 raise JobError(
                     f"theory = True: the constants of {cell.name} are not known; use task.name = "

@@ -85,3 +85,18 @@ def test_each_problem_has_its_own_lower_bound_with_a_label(tmp_path):
     # noise and diameter increase the bound at each step
     last = [floor[-1] for floor in floors.values()]
     assert last[0] < last[1] and last[2] < last[3] and last[0] < last[2]
+
+
+def test_rates_are_not_drawn_for_nodes_with_weights(tmp_path):
+    (tmp_path / "job.toml").write_text(JOB)
+    study = mpigossip.study(
+        tmp_path / "job.toml",
+        {"algorithm.node_weights": ["equal", [1, 2, 3]]},
+        nodes=3,
+        seeds=1,
+        settings=["algorithm.name=dsgd", "graph.name=ring"],
+        output=tmp_path / "runs",
+    )
+    with pytest.raises(JobError, match=naming("algorithm.node_weights", "equal")):
+        study.plot("gradient_square", theory=True)
+    assert study.plot("gradient_square").axes
