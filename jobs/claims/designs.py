@@ -973,6 +973,16 @@ def weights() -> Iterator[Cell]:
         )
 
 
+def first_weights() -> Iterator[Cell]:
+    """Yield the cell of the first formula of weights by steps with one-peer, I − D (I − W).
+
+    Its runs with equal weights are in the study "weights".
+    """
+    cell = next(cell for cell in weights() if cell.labels["average"] == "one-peer")
+    methods = {m: options for m, options in cell.methods.items() if BY_STEPS in m}
+    yield cell._replace(study="first-weights", methods=methods)
+
+
 STUDIES = {
     "gap": gap,
     "searched": searched,
@@ -987,7 +997,8 @@ STUDIES = {
     "more-nodes": more_nodes,
     "largest": largest_model,
     "weights": weights,
+    "first-weights": first_weights,
 }
-REMOVED = {"growing": "4421d395"}
+REMOVED = {"growing": "4421d395", "first-weights": "6ed225f8"}
 """Studies of methods that were taken out of the package, each with the last commit that can repeat
 its runs. Their stored runs are still judged."""

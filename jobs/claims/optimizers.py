@@ -38,7 +38,7 @@ from mpigossip.studies.search import FURTHER
 
 NAMES = (
     *("optimizers", "moments", "qsr", "growing", "outer", "finalists", "more-nodes", "largest"),
-    "weights",
+    *("weights", "first-weights"),
 )
 """Studies of these tables, in the order in which they are run."""
 SENT = {exchange: vectors for exchange, (vectors, _) in (EXCHANGES | MOMENTS).items()}
@@ -218,6 +218,11 @@ def other_claims(runs: Sequence[Line]) -> list[Claim]:
         title = f"{SMALL_GPT}, averages with {partners}: {BY_STEPS} ahead of {EQUAL_WEIGHTS}"
         needs = [(cell, method) for method in cell.methods]
         claims.append(Claim(title, excess(equal, by_steps), needs, family="weights"))
+    (first,) = STUDIES["first-weights"]()
+    (method,) = first.methods
+    title = f"{SMALL_GPT}, first formula with {first.labels['average']}: {BY_STEPS} ahead"
+    ahead = excess(equal, results(runs, first, method))
+    claims.append(Claim(title, ahead, [(first, method), needs[0]], family="weights"))
     return claims
 
 
@@ -354,6 +359,7 @@ def method_lines(runs: Sequence[Line]) -> list[str]:
                 elif len(values) == len(seeds_of(cell)):
                     above = ", ".join(f"{value:.2f}" for value in values)
             name = f"{cell.labels['model']}, n = {cell.nodes}, {'AdamW, ' * of_text}{method}"
+            name += " (first formula)" * (cell.study == "first-weights")
             search = searched_text(runs, cell, method)
             count = f"{len(by_seed)} of {len(seeds_of(cell))}"
             lines.append(f"| {name} | {sent} | {search} | {count} | {mean} | {above} |")

@@ -131,23 +131,20 @@ def _numbers(values: object) -> list[float] | None:
 
 @lru_cache(maxsize=64)
 def _drawn(drawn: "Drawn", t: int) -> Round:
-    r = drawn.draw(drawn.n, drawn.seed, t).slack(drawn.kappa)
-    return weigh_nodes(r, drawn.node_weights) if drawn.node_weights else r
+    return drawn.draw(drawn.n, drawn.seed, t).slack(drawn.kappa)
 
 
 @dataclass(frozen=True)
 class Drawn:
     """Endless sequence of rounds: round t is draw(n, seed, t), with the slack ``kappa``.
 
-    If there are ``node_weights``, `weigh_nodes` is applied to each round. `rounds` holds the first
-    SAMPLED_ROUNDS rounds only.
+    `rounds` holds the first SAMPLED_ROUNDS rounds only.
     """
 
     draw: Callable[[int, int, int], Round]
     n: int
     seed: int
     kappa: float = 1.0
-    node_weights: tuple[float, ...] = ()
     period = None
 
     @property
@@ -156,6 +153,17 @@ class Drawn:
 
     def at(self, t: int) -> Round:
         return _drawn(self, t)
+
+
+@dataclass(frozen=True)
+class WeightedDraw:
+    """Function that draws the rounds of ``drawn`` and applies `weigh_nodes` to each of them."""
+
+    drawn: Drawn
+    node_weights: tuple[float, ...]
+
+    def __call__(self, n: int, seed: int, t: int) -> Round:
+        return weigh_nodes(self.drawn.at(t), self.node_weights)
 
 
 Schedule = Cycle | Shuffled | Drawn
@@ -182,8 +190,8 @@ class Graph:
     times: int = 1
     """Number of times that each round is used before the next; round t uses W(⌊t / times⌋)."""
     node_weights: tuple[float, ...] = ()
-    """Weight w_i of each node, so that Σ_i w_i x_i is preserved and averages over all nodes are
-    Σ_i w_i x_i; the weights sum to one. Empty: all nodes have the weight 1/n."""
+    """Weight w_i of each node in averages over all nodes, Σ_i w_i x_i; the weights sum to one, and
+    the rounds contain them already. Empty: all nodes have the weight 1/n."""
 
     def __post_init__(self) -> None:
         if not self.schedule.rounds:
@@ -276,6 +284,11 @@ class Graph:
         return {"row-stochastic", "column-stochastic"} <= self.facts
 
     @property
+    def averages(self) -> bool:
+        """Return whether each node averages: rows sum to one, and no weight is negative."""
+        return "row-stochastic" in self.facts and "signed" not in self.facts
+
+    @property
     def average_weights(self) -> tuple[float, ...]:
         """Weight of each node in averages over all nodes: `node_weights`, or 1/n for each node."""
         return self.node_weights or (1 / self.n,) * self.n
@@ -362,16 +375,18 @@ class Graph:
         return self.slack(0.5)
 
     def weighted(self, weights: Sequence[float]) -> "Graph":
-        """Return the graph that preserves the weighted mean Σ_i w_i x_i, with Σ_i w_i = 1.
+        """Return the graph in which nodes with larger weights count more in averages.
 
-        Each round W becomes I − D (I − W), where D is diagonal with D_ii = min(w)/w_i, and 11ᵀ/n
-        becomes 1wᵀ. Repeated averaging leads to the weighted mean, which an exact average over all
-        nodes computes at once. The larger max(w)/min(w), the more rounds it takes.
+        Each node weights the terms of its average: W_ij becomes W_ij w_j / Σ_k W_ik w_k. An average
+        over all nodes becomes the weighted mean Σ_i w_i x_i, where Σ_i w_i = 1. Rounds in which all
+        nodes average in pairs preserve the weighted mean, and so does an average over all nodes.
+        Other rounds change it, so that repeated averaging leads to another mean, in which nodes
+        with larger weights count more, too.
 
         :param weights: n positive numbers, in proportion to the w_i; if all are equal, the graph is
             returned unchanged
-        :raises GraphError: if there are not n numbers from 1e-15 to 1e15, if rows and columns of W
-            do not sum to one in every round, if the nodes have weights already, or if links of the
+        :raises GraphError: if there are not n numbers from 1e-15 to 1e15, if W has negative weights
+            or rows that do not sum to one, if the nodes have weights already, or if links of the
             graph fail
         """
         values = _numbers(weights)
@@ -393,22 +408,22 @@ class Graph:
             )
         if len(set(values)) == 1:
             return self
-        if self.node_weights or not self.doubly_stochastic:
-            reason = (
-                "its nodes have weights already"
-                if self.node_weights
-                else "its W is not doubly stochastic"
-            )
+        if self.node_weights:
             raise GraphError(
-                f'graph "{self.name}": only the nodes of a doubly stochastic graph without weights '
-                f"of nodes can be weighted, but {reason}; use such a graph, for example "
+                f'graph "{self.name}": its nodes have weights already; weigh the nodes once'
+            )
+        if not self.averages:
+            raise GraphError(
+                f'graph "{self.name}": its nodes can\'t have weights, because its matrices have '
+                "negative weights, or rows that do not sum to one; use another graph, such as "
                 "one-peer-exponential"
             )
         total = math.fsum(values)
         normalized = tuple(value / total for value in values)
         schedule: Schedule
         if isinstance(self.schedule, Drawn):
-            schedule = replace(self.schedule, node_weights=normalized)
+            drawn = self.schedule
+            schedule = replace(drawn, draw=WeightedDraw(drawn, normalized), kappa=1.0)
         elif isinstance(self.schedule, Cycle | Shuffled):
             schedule = self.schedule.mapped(lambda r: weigh_nodes(r, normalized))
         else:

@@ -274,22 +274,24 @@ def is_exact_average(r: Round) -> bool:
 
 
 def weigh_nodes(r: Round, weights: tuple[float, ...]) -> SparseMatrix:
-    """Return the round that preserves Σ_i w_i x_i instead of Σ_i x_i, for w = ``weights``.
+    """Return the round in which each node weights the terms of its average by w = ``weights``.
 
-    It is W' = I − D (I − W), where D is diagonal with D_ii = min(w)/w_i, so that a node with a
-    larger weight moves less. If W is doubly stochastic, rows of W' sum to one, and wᵀ W' = wᵀ.
-    W = 11ᵀ/n becomes W' = 1wᵀ, so that one round still computes the average.
+    It is W'_ij = W_ij w_j / Σ_k W_ik w_k, so that rows of W' sum to one. W = 11ᵀ/n becomes 1wᵀ, and
+    two nodes that average with each other get (w_i x_i + w_j x_j)/(w_i + w_j). If all nodes do so,
+    or the round is exact, Σ_i w_i x_i is preserved; in other rounds, it changes.
 
-    :param r: round whose W is doubly stochastic
+    :param r: round whose rows sum to one, without negative weights
     :param weights: weight w_i > 0 of each node; they sum to one
     """
     if is_exact_average(r):
         return exact_average(weights)
     edges = as_sparse(r)
-    share = min(weights) / np.asarray(weights, np.float64)
-    own = share * edges.own + (1.0 - share)
-    per_edge = share[edges.edge_receivers] * edges.weights
-    return SparseMatrix(edges.indptr, edges.indices, per_edge, own)
+    w = np.asarray(weights, np.float64)
+    own = edges.own * w
+    per_edge = edges.weights * w[edges.indices]
+    totals = own + np.bincount(edges.edge_receivers, per_edge, r.n)
+    per_edge = per_edge / totals[edges.edge_receivers]
+    return SparseMatrix(edges.indptr, edges.indices, per_edge, own / totals)
 
 
 class Xor(SparseMatrix):

@@ -2,10 +2,12 @@
 
 Circulant rounds commute, so the eigenvalues of their product are products of eigenvalues, which the
 FFT computes. Most functions treat other graphs as dense matrices for small n, and by iterative
-methods of scipy for larger n. In this module, J is the exact average, which is 11ᵀ/n, or 1wᵀ if the
-nodes have weights w; ρ is the spectral radius, and Π W = W(t−1) … W(1) W(0) the product of rounds.
-With weights, the norm ‖·‖_2 is the operator norm that belongs to ‖x‖² = n Σ_i w_i x_i², in which no
-round increases disagreement.
+methods of scipy for larger n. In this module, J = 11ᵀ/n is the exact average, ρ the spectral
+radius, and Π W = W(t−1) … W(1) W(0) the product of rounds.
+
+If the nodes have weights w, J is 1wᵀ, and J Π W takes the place of J, because rounds may change the
+weighted mean: Π W − J Π W is the disagreement that remains. Norms are then the operator norms that
+belong to ‖x‖² = n Σ_i w_i x_i².
 """
 
 import math
@@ -76,27 +78,24 @@ def _node_weights(graph: Graph) -> NodeWeights:
     return np.array(graph.node_weights) if graph.node_weights else None
 
 
-def _row(n: int, w: NodeWeights) -> np.ndarray | float:
-    """Return a row of J, or 1/n, which stands for all of its elements."""
-    return 1.0 / n if w is None else w
+def _disagreement(y: np.ndarray, x: np.ndarray, w: NodeWeights) -> np.ndarray:
+    """Return what remains of the disagreement of ``x`` in y = Π W x, by rows.
+
+    Without weights, it is y − J x; with weights, it is y − J y.
+    """
+    return y - (x.mean(axis=0) if w is None else w @ y)
 
 
-def _mean(x: np.ndarray, w: NodeWeights) -> np.ndarray | float:
-    """Return a row of J x, which is the weighted mean of the rows of ``x``."""
-    return x.mean(axis=0) if w is None else w @ x
+def _remaining(matrix: np.ndarray, w: NodeWeights) -> np.ndarray:
+    """Return what remains of disagreement after the product ``matrix`` of rounds, in the norm of w.
 
-
-def _in_norm(matrix: np.ndarray, w: NodeWeights) -> np.ndarray:
-    """Return the matrix whose spectral norm is ‖``matrix``‖_2 in the norm of the weights."""
+    Without weights, it is Π W − J. With weights, it is Π W − J Π W, multiplied by roots of the
+    weights, so that its spectral norm is the norm that belongs to the weights.
+    """
     if w is None:
-        return matrix
+        return matrix - 1.0 / len(matrix)
     root = np.sqrt(w)
-    return root[:, None] * matrix / root
-
-
-def _spread(y: np.ndarray, w: NodeWeights) -> np.ndarray | float:
-    """Return Jᵀ y for a vector ``y``; if nodes have no weights, its elements are equal."""
-    return y.mean() if w is None else w * y.sum()
+    return root[:, None] * (matrix - w @ matrix) / root
 
 
 def eigenvalues(graph: Graph, t: int = 0) -> np.ndarray:
@@ -163,7 +162,7 @@ def _radius(product: list[Round], w: NodeWeights) -> float:
     symmetric = len(product) == 1 and first.symmetric() and w is None
     if n > 2 * DENSE:
         return _radius_symmetric(first) if symmetric else _radius_arnoldi(product, w)
-    matrix = _applied(product, np.eye(n)) - _row(n, w)
+    matrix = _remaining(_applied(product, np.eye(n)), w)
     solve = np.linalg.eigvalsh if symmetric else np.linalg.eigvals
     return float(np.abs(solve(matrix)).max())
 
@@ -200,7 +199,7 @@ def _radius_arnoldi(product: list[Round], w: NodeWeights) -> float:
     start = np.random.default_rng(0).standard_normal(n)
     operator = LinearOperator(
         (n, n),
-        matvec=lambda x: _applied(product, x.reshape(n)) - _mean(x.reshape(n), w),
+        matvec=lambda x: _disagreement(_applied(product, x.reshape(n)), x, w),
         dtype=np.float64,
     )
     return float(np.abs(eigs(operator, k=2, which="LM", v0=start, tol=1e-8)[0]).max())
@@ -249,15 +248,14 @@ def _norm(product: list[Round], w: NodeWeights) -> float:
         return _radius(product, w)
     if n > DENSE:
         return _norm_iterated(product, w)
-    remaining = _applied(product, np.eye(n)) - _row(n, w)
-    return float(np.linalg.norm(_in_norm(remaining, w), 2))
+    return float(np.linalg.norm(_remaining(_applied(product, np.eye(n)), w), 2))
 
 
 def _norm_iterated(product: list[Round], w: NodeWeights) -> float:
     """Return ‖Π W − J‖_2 of large rounds by an iterative method.
 
     It is the square root of the largest eigenvalue of AᵀA with A = Π W − J. With weights, A is the
-    matrix that :func:`_in_norm` returns.
+    matrix that :func:`_remaining` returns.
     """
     n = product[0].n
     back = [r.transposed for r in reversed(product)]
@@ -265,8 +263,10 @@ def _norm_iterated(product: list[Round], w: NodeWeights) -> float:
 
     def squared(x: np.ndarray) -> np.ndarray:
         x = x.reshape(n) / root
-        y = (_applied(product, x) - _mean(x, w)) * root**2
-        return (_applied(back, y) - _spread(y, w)) / root
+        y = _disagreement(_applied(product, x), x, w) * root**2
+        if w is None:
+            return _applied(back, y) - y.mean()
+        return _applied(back, y - w * y.sum()) / root
 
     start = np.random.default_rng(0).standard_normal(n)
     seen = np.sqrt(np.linalg.norm(squared(start)) / np.linalg.norm(start))
@@ -295,7 +295,7 @@ def residues(graph: Graph, rounds: int, start: int = 0) -> np.ndarray:
         matrix = np.eye(n)
         for r in product:
             matrix = r.apply(matrix)
-            sizes.append(float(np.linalg.norm(_in_norm(matrix - _row(n, w), w), 2)))
+            sizes.append(float(np.linalg.norm(_remaining(matrix, w), 2)))
     else:
         sizes += [_norm(product[: t + 1], w) for t in range(rounds)]
     return np.array(sizes)
@@ -340,11 +340,11 @@ def _exact_after(product: list[Round], w: NodeWeights) -> int | None:
     a wrong result has probability zero.
     """
     x = np.random.default_rng(0).standard_normal((product[0].n, 4))
-    mean = _mean(x, w)
+    y = x
     sizes = [1.0]
     for r in product:
-        x = r.apply(x)
-        sizes.append(np.abs(x - mean).max())
+        y = r.apply(y)
+        sizes.append(np.abs(_disagreement(y, x, w)).max())
     return _first_exact(np.array(sizes))
 
 
@@ -365,7 +365,7 @@ def mean_square_contraction(graph: Graph, rounds: int | None = None) -> float:
         return float(np.mean([squares(c)[1:] for c in circulants], axis=0).max(initial=0.0))
     mean = np.zeros((n, n))
     for r in product:
-        centred = _in_norm(r.matrix() - _row(n, w), w)
+        centred = _remaining(r.matrix(), w)
         mean += centred.T @ centred / len(product)
     return float(np.linalg.eigvalsh(mean)[-1])
 

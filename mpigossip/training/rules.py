@@ -406,9 +406,9 @@ def _gives_equal_steps(parts: JobParts) -> bool:
     return parts.job.algorithm.node_weights == "steps" and not parts.cadence.periods
 
 
-def _keeps_no_mean(parts: JobParts) -> bool:
-    """Return whether the graph preserves neither the mean nor a weighted mean of the nodes."""
-    return not (parts.graph.doubly_stochastic or parts.graph.node_weights)
+def _is_no_average(parts: JobParts) -> bool:
+    """Return whether the rounds of the graph are no averages that weights of nodes can change."""
+    return not (parts.graph.averages or parts.graph.node_weights)
 
 
 NODE_WEIGHTS = (
@@ -439,9 +439,8 @@ NODE_WEIGHTS = (
         "remove [faults]",
     ),
     Rule(
-        _weighs(_keeps_no_mean),
-        '{setting}: graph "{job.graph.name}" is not doubly stochastic, so that it does not '
-        "preserve the mean of the nodes",
+        _weighs(_is_no_average),
+        '{setting}: graph "{job.graph.name}" has negative weights, or rows that do not sum to one',
         "choose another graph.name or graph.weights",
     ),
     Rule(
