@@ -7,9 +7,12 @@ from shlex import quote
 from typing import Any
 
 from mpigossip import config
+from mpigossip.algorithms import BUILDERS
 from mpigossip.cluster.world import World
 from mpigossip.config import Job, JobError
+from mpigossip.config.choices import spec_of
 from mpigossip.config.errors import UserError
+from mpigossip.config.readable import print_note
 from mpigossip.members.place import FOLDERS
 from mpigossip.runs.job import JobNode
 from mpigossip.runs.job import train as training
@@ -158,9 +161,32 @@ def resume(folder: Path, overrides: Sequence[str], world: World, n: int | None) 
                 )
             # The folder may have been moved after the checkpoint was written.
             job = replace(job, run=replace(job.run, output=str(folder)))
+            if world.rank == 0 and (note := _kept_cadence(job, load(manifest.job))):
+                print_note(note)
         if world.comm is not None:
             n = n or _nodes(job, world)
         return run(job, world, n or manifest.n, path)
+
+
+def _kept_cadence(job: Job, before: Job) -> str:
+    """Return a note if a run keeps its cadence, but its new algorithm implies another one.
+
+    A job stores all names, also those that its algorithm implied when it was started. The result is
+    "" if the algorithm or the cadence is as it should be.
+
+    :param job: the job with the settings of the resume
+    :param before: the job as the run directory contains it
+    """
+    name = job.algorithm.name
+    spec = spec_of(BUILDERS, name)
+    implied = spec.implies.get("cadence.name") if spec else None
+    kept = job.cadence.name
+    if implied in (None, kept) or name == before.algorithm.name or kept != before.cadence.name:
+        return ""
+    return (
+        f'algorithm.name = "{name}": this run keeps its cadence.name = "{kept}", but a new job '
+        f'would have "{implied}"; to change it, add cadence.name={implied}'
+    )
 
 
 def _check_is_job(manifest: Manifest, path: Path) -> None:
