@@ -91,7 +91,7 @@ def test_repeated_rounds_lead_to_a_mean_in_which_larger_weights_count_more(name,
 
 
 def test_weights_are_applied_before_the_slack_of_drawn_rounds():
-    """The order is that of the calls, as for rounds that are not drawn."""
+    """The order of the calls counts, as for rounds that are not drawn."""
     for name in ("random-matching", "ring"):
         plain = graph(name, 4)
         w = normalized([1, 2, 3, 4])
@@ -175,8 +175,8 @@ def test_the_speed_of_averaging_is_the_decay_of_disagreement(name):
     distances = [1.0]
     for t in range(30):
         product = weighted.round(t).apply(product)
-        apart = product - w @ product
-        distances.append(np.linalg.norm(np.sqrt(w)[:, None] * apart / np.sqrt(w), 2))
+        remaining = product - w @ product
+        distances.append(np.linalg.norm(np.sqrt(w)[:, None] * remaining / np.sqrt(w), 2))
     assert distances[-1] < 0.5 * distances[0]
     assert np.abs(spectral.residues(weighted, 30) - distances).max() < 1e-12
     assert spectral.residue(weighted, 30) == pytest.approx(distances[-1], abs=1e-12)
