@@ -88,7 +88,7 @@ def test_an_average_of_encoded_messages_receives_into_less_than_two_messages(nam
     buffers = host_buffers(layout, 0, n, None, SimpleNamespace(outbox=None))
     buffers.own.zero_()
     buffers.begin(0, average=True)
-    buffers.average(SimpleNamespace(swap=swap))
+    buffers.average(SimpleNamespace(swap=swap), [1 / n] * n)
     assert 0 < max(received) < 2 * layout.nbytes
     gathers = len(received) == 1
     assert gathers == (n * layout.sent_bytes < 2 * layout.nbytes)
