@@ -649,6 +649,7 @@ def test_similar_keys_stay_distinct(tmp_path):
     assert torch.equal(again["nested"]["x/1"], torch.full((1,), 2.0))
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # of torch, for step(epoch)
 def test_milestones_of_a_scheduler_keep_their_type(tmp_path):
     """torch keeps the milestones of MultiStepLR in a Counter, whose methods it calls."""
     rates = []
