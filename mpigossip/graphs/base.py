@@ -284,7 +284,7 @@ class Graph:
         return {"row-stochastic", "column-stochastic"} <= self.facts
 
     @property
-    def averages(self) -> bool:
+    def is_averaging(self) -> bool:
         """Return whether each node averages: rows sum to one, and no weight is negative."""
         return "row-stochastic" in self.facts and "signed" not in self.facts
 
@@ -412,7 +412,7 @@ class Graph:
             raise GraphError(
                 f'graph "{self.name}": its nodes have weights already; weigh the nodes once'
             )
-        if not self.averages:
+        if not self.is_averaging:
             raise GraphError(
                 f'graph "{self.name}": its nodes can\'t have weights, because its matrices have '
                 "negative weights, or rows that do not sum to one; use another graph, such as "

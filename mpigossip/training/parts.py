@@ -256,7 +256,7 @@ def weigh_nodes(job: Job, graph: Graph) -> Graph:
     :param graph: graph whose node i is node i of the job
     """
     weights = node_weights(job)
-    fits = len(weights) == graph.n and graph.averages and not links_fail(job)
+    fits = len(weights) == graph.n and graph.is_averaging and not links_fail(job)
     return graph.weighted(weights) if fits and not graph.node_weights else graph
 
 

@@ -408,7 +408,7 @@ def _gives_equal_steps(parts: JobParts) -> bool:
 
 def _is_no_average(parts: JobParts) -> bool:
     """Return whether the rounds of the graph are no averages that weights of nodes can change."""
-    return not (parts.graph.averages or parts.graph.node_weights)
+    return not (parts.graph.is_averaging or parts.graph.node_weights)
 
 
 NODE_WEIGHTS = (
