@@ -222,6 +222,20 @@ def take_over(driver, other):
     driver.counts = list(other.counts)
 
 
+def check_resume(make, steps, stops):
+    """Check that a driver which is resumed after each of some numbers of steps ends bitwise alike.
+
+    :param make: function that returns a new driver
+    :param steps: number of steps of a whole run
+    :param stops: numbers of steps after which a second driver continues
+    """
+    expected = make().run(steps).whole()
+    for stop in stops:
+        second = make()
+        take_over(second, make().run(stop))
+        assert torch.equal(second.run(steps - stop).whole(), expected), stop
+
+
 def driven(method, graph, x, gradient, lr=0.1, wire=FP32):
     """Yield the state after each step of nodes x, updated in place; ``gradient(t)`` is at x."""
     layout = MessageLayout((x.shape[1],), method.vectors, method.scalars, dtype=x.dtype, wire=wire)

@@ -246,6 +246,16 @@ def every(
     return _in_turn(ExchangeKind.GOSSIP, period, fragments, delay)
 
 
+def periods_of(options: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the H of each node if the options of `[cadence]` give a list of them; otherwise ().
+
+    :param options: settings of the section by name
+    """
+    period = options.get("period")
+    is_list = isinstance(period, Sequence) and not isinstance(period, str)
+    return tuple(period) if is_list else ()
+
+
 def period_of(options: Mapping[str, Any]) -> int:
     """Return the period H of the options of `[cadence]`, in steps.
 
@@ -257,7 +267,7 @@ def period_of(options: Mapping[str, Any]) -> int:
     period = options.get("period", 1)
     if period == "auto":
         return int(options.get("shortest", 4))
-    return max(period) if isinstance(period, Sequence) else int(period)
+    return int(max(periods_of(options), default=period))
 
 
 def cpsgd(

@@ -2,14 +2,14 @@
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import count
 
 import torch
 
-from mpigossip.algorithms.cadence import period_of
+from mpigossip.algorithms.cadence import period_of, periods_of
 from mpigossip.analysis.timing import Work, arithmetic, take_turns
 from mpigossip.cluster.local_devices import slots_of
 from mpigossip.cluster.world import World
@@ -183,9 +183,8 @@ def fit_nodes(job: Job, n: int) -> Job:
     """
     cadence = job.cadence
     weights = job.algorithm.node_weights
-    period = cadence.options.get("period")
-    is_list = isinstance(period, Sequence) and not isinstance(period, str)
-    if is_list and len(period) != n:
+    periods = periods_of(cadence.options)
+    if periods and len(periods) != n:
         cadence = replace(cadence, options=cadence.options | {"period": period_of(cadence.options)})
         weights = "equal" if weights == "steps" else weights
     if not isinstance(weights, str) and len(weights) != n:

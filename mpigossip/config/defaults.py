@@ -134,7 +134,7 @@ def _with_options(
             result[section], problems = check_name(
                 path, names[path], values, SETTINGS[section], table, others
             )
-            problems = [_with_owners(problem, names[path], table) for problem in problems]
+            problems = [_mention_owners(problem, names[path], table) for problem in problems]
         messages += problems
     return result, messages
 
@@ -148,7 +148,7 @@ def owners(table: Table) -> dict[str, list[str]]:
     return names
 
 
-def _with_owners(problem: str, name: Any, table: Table) -> str:
+def _mention_owners(problem: str, name: Any, table: Table) -> str:
     """Replace the end of a message about an unknown key if the key is an option of other names.
 
     A message that suggests a similar key stays unchanged.

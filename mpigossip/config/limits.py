@@ -45,14 +45,15 @@ NotNegative = Annotated[
         {"minimum": 0, "maximum": 1e9},
     ),
 ]
+SMALLEST = 1e-15
 LARGEST = 1e15
-"""Largest value of a setting of type `AboveZero`."""
+"""Smallest and largest value of a setting of type `AboveZero`."""
 AboveZero = Annotated[
-    float, between(1e-15, LARGEST, "must be greater than 0, from 1e-15 up to 1e15")
+    float, between(SMALLEST, LARGEST, "must be greater than 0, from 1e-15 up to 1e15")
 ]
 _NODE_WEIGHTS = "a list with a number for each node, greater than 0, from 1e-15 up to 1e15"
 NodeWeights = Annotated[
-    tuple[Annotated[float, between(1e-15, LARGEST, _NODE_WEIGHTS)], ...],
+    tuple[Annotated[float, between(SMALLEST, LARGEST, _NODE_WEIGHTS)], ...],
     Limit(bool, _NODE_WEIGHTS, {"minItems": 1}),
 ]
 OneOrMore = Annotated[float, between(1, 1e6, "must be at least 1, at most 1e6")]

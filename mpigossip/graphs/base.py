@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from mpigossip.config.errors import UserError
+from mpigossip.config.limits import LARGEST, SMALLEST
 from mpigossip.graphs.rounds import (
     TOLERANCE,
     Round,
@@ -111,11 +112,6 @@ class Shuffled:
 
     def mapped(self, change: Callable[[Round], Round]) -> "Shuffled":
         return replace(self, rounds=tuple(change(r) for r in self.rounds))
-
-
-SMALLEST_WEIGHT = 1e-15
-LARGEST_WEIGHT = 1e15
-"""Limits of the weight of a node in :meth:`Graph.weighted`, so that no weight underflows to 0."""
 
 
 def _numbers(values: object) -> list[float] | None:
@@ -400,10 +396,10 @@ class Graph:
                 f'graph "{self.name}": got {len(values)} weights of nodes; pass one for each of '
                 f"its {self.n} nodes"
             )
-        if not all(SMALLEST_WEIGHT <= value <= LARGEST_WEIGHT for value in values):
+        if not all(SMALLEST <= value <= LARGEST for value in values):
             raise GraphError(
                 f'graph "{self.name}": weights of nodes must be greater than 0 and finite, from '
-                f"{SMALLEST_WEIGHT:g} up to {LARGEST_WEIGHT:g}, got {values}: multiply all of them "
+                f"{SMALLEST:g} up to {LARGEST:g}, got {values}: multiply all of them "
                 "by one factor, and leave out nodes without weight"
             )
         if len(set(values)) == 1:

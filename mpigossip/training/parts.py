@@ -240,9 +240,7 @@ def node_weights(job: Job) -> tuple[float, ...]:
     if setting == "equal":
         return ()
     if setting == "steps":
-        period = job.cadence.options.get("period")
-        is_list = isinstance(period, Sequence) and not isinstance(period, str)
-        return tuple(map(float, period)) if is_list else ()
+        return tuple(map(float, cadences.periods_of(job.cadence.options)))
     return setting
 
 

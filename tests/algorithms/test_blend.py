@@ -8,7 +8,7 @@ from torch import nn
 import mpigossip
 from mpigossip.config import JobError
 from tests import battery
-from tests.battery import Double, Driver, take_over
+from tests.battery import Double, Driver
 from tests.cases import naming, on_each, with_world
 
 STEPS = 40
@@ -46,11 +46,7 @@ def test_a_weight_of_one_is_the_method():
 
 @on_each("settings", CASES)
 def test_resume_in_the_middle(settings):
-    expected = Driver(settings, 3, noise=0.1).run(STEPS).whole()
-    for at in (1, 2, 7, 20, 33):
-        second = Driver(settings, 3, noise=0.1)
-        take_over(second, Driver(settings, 3, noise=0.1).run(at))
-        assert torch.equal(second.run(STEPS - at).whole(), expected), at
+    battery.check_resume(lambda: Driver(settings, 3, noise=0.1), STEPS, (1, 2, 7, 20, 33))
 
 
 def on_ranks(comm):

@@ -17,7 +17,7 @@ from mpigossip.mixing.base import ExchangeKind, bytes_per_exchange, is_average
 from mpigossip.training import assemble
 from mpigossip.training.parts import make_graph
 from tests import battery
-from tests.battery import Double, Driver, take_over
+from tests.battery import Double, Driver
 from tests.cases import naming, on_each, with_world
 from tests.jobs import train
 
@@ -282,11 +282,7 @@ CASES = (
 
 @on_each("settings", CASES)
 def test_resume_in_the_middle(settings):
-    expected = Driver(settings, 3, noise=0.1).run(STEPS).whole()
-    for at in (1, 2, 7, 20, 33):
-        second = Driver(settings, 3, noise=0.1)
-        take_over(second, Driver(settings, 3, noise=0.1).run(at))
-        assert torch.equal(second.run(STEPS - at).whole(), expected), at
+    battery.check_resume(lambda: Driver(settings, 3, noise=0.1), STEPS, (1, 2, 7, 20, 33))
 
 
 @with_world

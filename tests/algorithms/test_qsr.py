@@ -14,7 +14,7 @@ from mpigossip.config import JobError
 from mpigossip.mixing.base import ExchangeKind
 from mpigossip.runs import start_and_resume
 from mpigossip.training import assemble
-from tests.battery import Double, Driver, take_over
+from tests.battery import Double, Driver, check_resume
 from tests.cases import naming, on_each, with_world
 from tests.jobs import train
 
@@ -105,12 +105,7 @@ def test_models_equal_the_formula(settings, n):
 
 @on_each("settings", [GLOBAL, GOSSIP, ADAM])
 def test_resume_in_the_middle_of_each_period(settings):
-    expected = Falling(settings, 3, noise=0.1).run(STEPS).whole()
-    for at in range(1, STEPS, 3):
-        first = Falling(settings, 3, noise=0.1).run(at)
-        second = Falling(settings, 3, noise=0.1)
-        take_over(second, first)
-        assert torch.equal(second.run(STEPS - at).whole(), expected), at
+    check_resume(lambda: Falling(settings, 3, noise=0.1), STEPS, range(1, STEPS, 3))
 
 
 def assert_equal_rows(driver):

@@ -16,7 +16,7 @@ from mpigossip.training import assemble
 from mpigossip.training.parts import make_graph, make_parts
 from mpigossip.training.rules import state_warning
 from tests import battery
-from tests.battery import FLAT, Double, Driver, job, take_over
+from tests.battery import FLAT, Double, Driver, job
 from tests.cases import naming, on_each, with_world
 
 STEPS = 40
@@ -89,11 +89,7 @@ def test_an_array_meets_all_neighbours_although_its_period_is_a_multiple_of_the_
 
 @on_each("settings", CASES)
 def test_resume_in_the_middle_of_each_period(settings):
-    expected = Driver(settings, 4, noise=0.1).run(STEPS).whole()
-    for at in (1, 2, 3, 5, 7, 10, 24):
-        second = Driver(settings, 4, noise=0.1)
-        take_over(second, Driver(settings, 4, noise=0.1).run(at))
-        assert torch.equal(second.run(STEPS - at).whole(), expected), at
+    battery.check_resume(lambda: Driver(settings, 4, noise=0.1), STEPS, (1, 2, 3, 5, 7, 10, 24))
 
 
 def test_bytes_are_counted_and_planned():
